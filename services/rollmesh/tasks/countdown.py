@@ -35,7 +35,7 @@ from typing import Any
 
 from rollmesh.config.data import CountdownSource
 from rollmesh.errors import ConfigError, VerifierError
-from rollmesh.tasks.sources.rows import EpochOrders
+from rollmesh.tasks.sources.rows import FinitePrompts
 from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings, Split
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 from rollmesh.types import Prompt
@@ -96,7 +96,7 @@ def draw_puzzle(rng: random.Random, split: Split, min_numbers: int, max_numbers:
             return puzzle
 
 
-class CountdownPrompts:
+class CountdownPrompts(FinitePrompts):
     """Deterministic random access to countdown prompts: equal (seed, split, epoch, index) give equal prompts.
 
     The splits share no (set of digits, target), so no evaluation puzzle is trained on, for any pair of seeds.
@@ -115,30 +115,18 @@ class CountdownPrompts:
         self._sizes = (low, high)
         self._key = f"countdown:{settings.split}:{settings.seed}"
         self._puzzles = source.puzzles if settings.split == "train" else None
-        self._orders = EpochOrders(self._puzzles or 0, settings.seed)
-
-    @property
-    def epoch_size(self) -> int:
-        """Number of prompts in one epoch; every epoch has new prompts, unless their number is given."""
-        return self._puzzles or EPOCH_SIZE
+        # Every epoch has new prompts, unless their number is given.
+        shuffle = settings.shuffle and self._puzzles is not None
+        super().__init__("countdown", self._puzzles or EPOCH_SIZE, settings.seed, shuffle=shuffle)
 
     @property
     def content(self) -> str:
         return ""
 
     def puzzle(self, epoch: int, index: int) -> Puzzle:
-        """Return the puzzle at a cursor position. Raises IndexError outside the epoch."""
-        if not 0 <= index < EPOCH_SIZE:
-            raise IndexError(f"countdown: index {index} is outside [0, {EPOCH_SIZE})")
+        """Return the puzzle at a cursor position."""
         digest = hashlib.blake2b(f"{self._key}:{epoch}:{index}".encode(), digest_size=16).digest()
         return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._settings.split, *self._sizes)
-
-    def prompt(self, epoch: int, index: int) -> Prompt:
-        if self._puzzles is None:
-            return self._prompt(epoch, index)
-        if not 0 <= index < self._puzzles:
-            raise IndexError(f"countdown: index {index} is outside [0, {self._puzzles})")
-        return self._prompt(0, self._orders.row(epoch, index) if self._settings.shuffle else index)
 
     def rows(self) -> SourceRows:
         if self._puzzles is None:
@@ -147,9 +135,8 @@ class CountdownPrompts:
         return SourceRows(names=names, domains=[""] * self._puzzles, endless=[False] * self._puzzles)
 
     def drawn(self, row: int, epoch: int, index: int) -> Prompt:
-        return self._prompt(epoch, index) if self._puzzles is None else self._prompt(0, row)
-
-    def _prompt(self, epoch: int, index: int) -> Prompt:
+        if self._puzzles is not None:
+            epoch, index = 0, row
         puzzle = self.puzzle(epoch, index)
         return Prompt(
             prompt_id=f"{self._key}:{epoch}:{index}",

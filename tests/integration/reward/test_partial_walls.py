@@ -31,7 +31,7 @@ if os.geteuid() == 0:
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 kernel.refuse_new_privileges()
-kernel.restrict_system_calls(may_fork=True)  # it refuses new namespaces to all that follows
+kernel.filter_system_calls(kernel.call_filter(may_fork=True))  # it refuses new namespaces to all that follows
 os.execv(sys.executable, [sys.executable, "-m", "rollmesh.cli.main", "reward", sys.argv[2]])
 """
 

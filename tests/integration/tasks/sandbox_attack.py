@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from rollmesh.tasks.sandbox import host_folders, identity
-from rollmesh.tasks.sandbox.command import Sandbox
+from rollmesh.tasks.sandbox.command import Sandbox, strongest_isolation
 from rollmesh.tasks.sandbox.identity import ResourceLimits
 
 
@@ -30,8 +30,6 @@ def main(uid: int, job: dict[str, object]) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    from rollmesh.tasks.sandbox.enter import strongest_isolation
-
     limits = ResourceLimits(
         address_space_bytes=128 << 20, cpu_seconds=60, process_count=16, file_bytes=16 << 20, open_file_count=64
     )

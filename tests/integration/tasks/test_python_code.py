@@ -15,7 +15,7 @@ import pytest
 
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.sandbox import command, identity, kernel
-from rollmesh.tasks.sandbox.enter import Isolation
+from rollmesh.tasks.sandbox.command import Isolation
 from rollmesh.tasks.sandbox.identity import own_uid
 from rollmesh.tasks.verifiers.code_tests import same_output, same_value
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier

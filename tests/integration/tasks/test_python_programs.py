@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.sandbox import command
-from rollmesh.tasks.sandbox.enter import Isolation
+from rollmesh.tasks.sandbox.command import Isolation
 from rollmesh.tasks.verifiers.code_tests import same_output
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier
 

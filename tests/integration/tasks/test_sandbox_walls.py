@@ -21,8 +21,7 @@ import pytest
 
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.sandbox import command, identity
-from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.sandbox.enter import Isolation, strongest_isolation
+from rollmesh.tasks.sandbox.command import Isolation, Sandbox, strongest_isolation
 from rollmesh.tasks.sandbox.probe import SandboxLevel, probe_sandbox
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier
 
@@ -201,7 +200,7 @@ def start_a_thread():
 
 before = probe_sandbox()
 os.register_at_fork(after_in_child=start_a_thread)
-from rollmesh.tasks.sandbox.enter import strongest_isolation
+from rollmesh.tasks.sandbox.command import strongest_isolation
 strongest_isolation.cache_clear()
 after = [probe_sandbox() for _ in range(3)]
 assert after == [before] * 3, (before, after)

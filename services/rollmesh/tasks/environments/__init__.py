@@ -1,1 +1,1 @@
-"""Environments of multi-turn rollouts; ``environment_factory.environment_factory`` builds the one of a run file."""
+"""Environments of multi-turn rollouts; ``environment_protocol.environment_factory`` builds the one of a run file."""

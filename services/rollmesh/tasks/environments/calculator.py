@@ -8,7 +8,9 @@ without names, calls or attributes.
 from __future__ import annotations
 
 import ast
+import operator
 import re
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from rollmesh.errors import ConfigError
@@ -24,6 +26,16 @@ LARGEST_BITS = 4_096
 """Limit for the numerator and the denominator of any intermediate value."""
 _ALPHABET = re.compile(r"[0-9eE+\-*/%^().\s]*")
 _EXPONENT = re.compile(r"[eE]([+-]?\d+)$")
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_UNDERSTOOD = "only numbers, + - * / // % ** and parentheses are understood"
+_EXPONENTS = f"exponents are whole numbers up to {LARGEST_EXPONENT}"
 
 
 class CalculatorEnvironment:
@@ -74,7 +86,7 @@ def evaluate(expression: str) -> Fraction:
     if not text or len(text) > LONGEST_EXPRESSION:
         raise ArithmeticRejected(f"expected 1 to {LONGEST_EXPRESSION} characters, got {len(text)}")
     if not _ALPHABET.fullmatch(text):
-        raise ArithmeticRejected("only numbers, + - * / // % ** and parentheses are understood")
+        raise ArithmeticRejected(_UNDERSTOOD)
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -95,57 +107,39 @@ def format_value(value: Fraction) -> str:
 def _value(node: ast.expr, text: str, depth: int) -> Fraction:
     if depth > DEEPEST_EXPRESSION:
         raise ArithmeticRejected(f"more than {DEEPEST_EXPRESSION} nested operations")
-    if isinstance(node, ast.Constant):
-        return _number(node, text)
-    if isinstance(node, ast.UnaryOp):
-        operand = _value(node.operand, text, depth + 1)
-        if isinstance(node.op, ast.USub):
-            return -operand
-        if isinstance(node.op, ast.UAdd):
-            return operand
-    if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, text, depth + 1), _value(node.right, text, depth + 1)
-        return _bounded(_combine(node.op, left, right))
-    raise ArithmeticRejected("only numbers, + - * / // % ** and parentheses are understood")
+    match node:
+        case ast.Constant(value=int() | float()):
+            # Read the digits of the text: 0.1 is one tenth, not the nearest float.
+            digits = ast.get_source_segment(text, node) or ""
+            exponent = _EXPONENT.search(digits)
+            if exponent is not None and abs(int(exponent[1])) > LARGEST_EXPONENT:
+                raise ArithmeticRejected(_EXPONENTS)
+            return _bounded(Fraction(digits))
+        case ast.Constant():
+            raise ArithmeticRejected("only decimal numbers are understood")
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign):
+            operand = _value(node.operand, text, depth + 1)
+            return -operand if isinstance(sign, ast.USub) else operand
+        case ast.BinOp(op=operation):
+            left, right = _value(node.left, text, depth + 1), _value(node.right, text, depth + 1)
+            if isinstance(operation, ast.Pow):
+                return _bounded(_power(left, right))
+            if (compute := _OPERATIONS.get(type(operation))) is not None:
+                if right == 0 and isinstance(operation, ast.Div | ast.FloorDiv | ast.Mod):
+                    raise ArithmeticRejected("division by zero")
+                return _bounded(Fraction(compute(left, right)))
+    raise ArithmeticRejected(_UNDERSTOOD)
 
 
-def _number(node: ast.Constant, text: str) -> Fraction:
-    if isinstance(node.value, bool) or not isinstance(node.value, int | float):
-        raise ArithmeticRejected("only decimal numbers are understood")
-    # Read the digits of the text: 0.1 is one tenth, not the nearest float.
-    digits = ast.get_source_segment(text, node) or ""
-    exponent = _EXPONENT.search(digits)
-    if exponent is not None and abs(int(exponent[1])) > LARGEST_EXPONENT:
-        raise ArithmeticRejected(f"exponents are whole numbers up to {LARGEST_EXPONENT}")
-    return _bounded(Fraction(digits))
-
-
-def _combine(operation: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-    match operation:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div() | ast.FloorDiv() | ast.Mod() if right == 0:
-            raise ArithmeticRejected("division by zero")
-        case ast.Div():
-            return left / right
-        case ast.FloorDiv():
-            return Fraction(left // right)
-        case ast.Mod():
-            return left % right
-        case ast.Pow():
-            if right.denominator != 1 or abs(right.numerator) > LARGEST_EXPONENT:
-                raise ArithmeticRejected(f"exponents are whole numbers up to {LARGEST_EXPONENT}")
-            if left == 0 and right < 0:
-                raise ArithmeticRejected("division by zero")
-            # Rejected before it is computed: the power has about bits * exponent bits.
-            if _bits(left) * abs(right.numerator) > 2 * LARGEST_BITS:
-                raise ArithmeticRejected("the result is too large")
-            return Fraction(left ** int(right))
-    raise ArithmeticRejected("only numbers, + - * / // % ** and parentheses are understood")
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or abs(exponent) > LARGEST_EXPONENT:
+        raise ArithmeticRejected(_EXPONENTS)
+    if base == 0 and exponent < 0:
+        raise ArithmeticRejected("division by zero")
+    # Rejected before it is computed: the power has about bits * exponent bits.
+    if _bits(base) * abs(exponent) > 2 * LARGEST_BITS:
+        raise ArithmeticRejected("the result is too large")
+    return Fraction(base ** int(exponent))
 
 
 def _bounded(value: Fraction) -> Fraction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import selectors
 import shutil
@@ -12,21 +13,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from enum import Enum
+from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import NoReturn
 
 from rollmesh.errors import VerifierError
-from rollmesh.tasks.sandbox import identity, kernel
-from rollmesh.tasks.sandbox.enter import Confinement, Isolation, enter, strongest_isolation
-from rollmesh.tasks.sandbox.host_folders import WORKING_FOLDER
-from rollmesh.tasks.sandbox.identity import ResourceLimits
+from rollmesh.tasks.sandbox import host_folders, identity, kernel
+from rollmesh.tasks.sandbox.identity import ResourceLimits, apply_limits
 
 _SCRIPT_NAME = "answer.py"
 _ROUNDS = 1000
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+_SCRATCH_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+_TRIAL_SCRATCH_BYTES = 1 << 20
+_ERROR_BYTES = 4096
+
+
+class Isolation(Enum):
+    """Isolation of code that the kernel of this machine allows, strongest first."""
+
+    SEALED = "namespaces and a separate root folder"
+    NAMESPACES = "namespaces; the files of the host stay"
+    NONE = "a uid and resource limits only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,65 +96,145 @@ class Sandbox:
         Raises VerifierError if the script cannot be confined: code never runs as root.
         """
         uid = _uid()
-        with tempfile.TemporaryDirectory(prefix=_folder_prefix(os.getpid()), ignore_cleanup_errors=True) as folder:
+        isolation = strongest_isolation(uid)
+        with (
+            tempfile.TemporaryDirectory(prefix=_folder_prefix(os.getpid()), ignore_cleanup_errors=True) as folder,
+            cleared_leftovers() if isolation is Isolation.NONE else nullcontext(),
+        ):
             if uid is not None:
                 os.chown(folder, uid, uid)
-            confinement = Confinement(
-                limits=self.limits,
-                uid=uid,
-                isolation=strongest_isolation(uid),
-                may_fork=self.may_fork,
-                folder=folder,
-                scratch_bytes=self.scratch_bytes,
-            )
-            if confinement.isolation is not Isolation.NONE:
-                return self._run_in(confinement, script, stdin, timeout_seconds)
-            with cleared_leftovers():
-                return self._run_in(confinement, script, stdin, timeout_seconds)
+            with self._start(isolation, uid, folder, script) as process:
+                try:
+                    return _exchange(process, stdin, self.output_bytes, time.monotonic() + timeout_seconds)
+                finally:
+                    _kill(process)
 
-    def _run_in(self, confinement: Confinement, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
+    def _start(self, isolation: Isolation, uid: int | None, folder: str, script: bytes) -> subprocess.Popen[bytes]:
+        def enter() -> None:
+            try:
+                self._enter(isolation, uid, folder, script)
+            except BaseException as error:  # subprocess would drop its text
+                os.write(reason_writer, f"{type(error).__name__}: {error}".encode())
+                raise
+
         # The base interpreter of a virtual environment: the environment is not needed and may be private.
         interpreter = os.path.realpath(sys.executable)
-        home = WORKING_FOLDER if confinement.isolation is Isolation.SEALED else confinement.folder
-        process = _start([interpreter, "-I", "-S", "-B", _SCRIPT_NAME], home, confinement, script)
-        with process:
+        home = host_folders.WORKING_FOLDER if isolation is Isolation.SEALED else folder
+        reason_reader, reason_writer = os.pipe()
+        with open(reason_reader, encoding="utf-8") as reason:
             try:
-                return _ScriptIO(process, stdin, self.output_bytes).run(time.monotonic() + timeout_seconds)
-            finally:
-                _kill(process)
+                try:
+                    return subprocess.Popen(
+                        [interpreter, "-I", "-S", "-B", _SCRIPT_NAME],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        env={**_ENVIRONMENT, "HOME": home},
+                        start_new_session=True,
+                        preexec_fn=enter,
+                    )
+                finally:
+                    os.close(reason_writer)
+            except (subprocess.SubprocessError, OSError) as error:
+                problem = reason.read() or error
+                raise VerifierError(f"python_code: this machine cannot confine code: {problem}") from error
+
+    def _enter(self, isolation: Isolation, uid: int | None, folder: str, script: bytes) -> None:
+        """Confine this process, a forked child, and leave ``script`` in its working folder."""
+        os.umask(0o077)
+        if uid is not None:
+            for descriptor in range(3):  # pipes: only their owner may open /dev/stdout
+                os.fchown(descriptor, uid, -1)
+        working_folder = _isolate(isolation, uid, folder, self.scratch_bytes)
+        with suppress(OSError):
+            kernel.die_with_parent()
+        os.chdir(working_folder)
+        Path(_SCRIPT_NAME).write_bytes(script)
+        with suppress(OSError):  # not on every kernel and architecture; the measured level reports it
+            kernel.filter_system_calls(kernel.call_filter(may_fork=self.may_fork))
+        # Last: if the process that forked this one is larger than the limit, no further memory can be allocated.
+        apply_limits(self.limits, own_uid=uid is not None or isolation is not Isolation.NONE)
 
 
 def _uid() -> int | None:
     return identity.own_uid(0) if identity.is_root() else None
 
 
-def _start(command: list[str], home: str, confinement: Confinement, script: bytes) -> subprocess.Popen[bytes]:
-    reason_reader, reason_writer = os.pipe()
-    with open(reason_reader, encoding="utf-8") as reason:
-        try:
-            try:
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env={**_ENVIRONMENT, "HOME": home},
-                    start_new_session=True,
-                    preexec_fn=partial(_enter, reason_writer, confinement, script),
-                )
-            finally:
-                os.close(reason_writer)
-        except (subprocess.SubprocessError, OSError) as error:
-            raise VerifierError(f"python_code: this machine cannot confine code: {reason.read() or error}") from error
+@lru_cache(maxsize=8)
+def strongest_isolation(uid: int | None) -> Isolation:
+    """Return the strongest isolation that this process can have as ``uid`` (None: unchanged), tested in children."""
+    interpreter = os.path.realpath(sys.executable)
+    for isolation in (Isolation.SEALED, Isolation.NAMESPACES):
+        with tempfile.TemporaryDirectory(prefix="rollmesh-isolation-", ignore_cleanup_errors=True) as folder:
+            if uid is not None:
+                os.chown(folder, uid, uid)
+
+            def attempt(isolation: Isolation = isolation, folder: str = folder) -> None:
+                _isolate(isolation, uid, folder, _TRIAL_SCRATCH_BYTES)
+                if not os.access(interpreter, os.X_OK):
+                    raise PermissionError(f"{interpreter}: not executable in this isolation")
+
+            if identity.succeeds_in_child(attempt):
+                return isolation
+    return Isolation.NONE
 
 
-def _enter(reason_writer: int, confinement: Confinement, script: bytes) -> None:
-    """Enter the confinement; on an error, write its text, which subprocess would drop."""
-    try:
-        enter(confinement, _SCRIPT_NAME, script)
-    except BaseException as error:
-        os.write(reason_writer, f"{type(error).__name__}: {error}".encode())
-        raise
+def _isolate(isolation: Isolation, uid: int | None, folder: str, scratch_bytes: int) -> str:
+    """Isolate this process, a forked child, as ``uid`` (None: unchanged); return its working folder.
+
+    ``folder`` is on disk: the mount point of a separate root, or the working folder without private scratch space.
+    """
+    if uid is not None:
+        host_folders.expose([Path(sys.base_prefix).resolve()])
+        identity.become(uid)
+    with suppress(OSError):
+        kernel.refuse_new_privileges()
+    if isolation is Isolation.NONE:
+        return folder
+    # New namespaces require a process without other threads. Libraries start some in every fork of a process that uses
+    # them, for example OpenTelemetry's export of spans.
+    if len(os.listdir("/proc/self/task")) > 1 and (child := kernel.fork_without_hooks()):
+        _wait_for(child)
+    kept_uid, kept_gid = os.getuid(), os.getgid()
+    kernel.unshare(kernel.OWN_NAMESPACES)
+    # A change of uid makes root the owner of the files below /proc/self; this undoes it.
+    kernel.set_dumpable(True)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{kept_uid} {kept_uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{kept_gid} {kept_gid} 1")
+    # Process 1 of the new namespace: when it ends, the kernel kills all processes of the namespace.
+    if child := os.fork():
+        _wait_for(child)
+    if isolation is Isolation.SEALED:
+        host_folders.seal(folder, scratch_bytes)
+        return host_folders.WORKING_FOLDER
+    return _private_scratch(scratch_bytes) or folder
+
+
+def _wait_for(child: int) -> NoReturn:
+    """End as ``child`` does; without descriptors, this process keeps no pipe open."""
+    os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    with suppress(OSError):
+        kernel.die_with_parent()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _private_scratch(size_bytes: int) -> str | None:
+    """Cover the shared scratch folders with a private one in memory; return the first, as the working folder."""
+    interpreter = os.path.realpath(sys.base_prefix)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    covered: list[str] = []
+    for folder in _SCRATCH_FOLDERS:
+        if interpreter.startswith(f"{folder}/") or not os.path.isdir(folder):
+            continue
+        with suppress(OSError):
+            if covered:
+                kernel.mount(covered[0], folder, flags=kernel.MS_BIND)
+            else:
+                kernel.mount("tmpfs", folder, "tmpfs", flags, f"size={size_bytes},mode=700")
+            covered.append(folder)
+    return covered[0] if covered else None
 
 
 def remove_folders_of(pid: int) -> None:
@@ -156,89 +247,47 @@ def _folder_prefix(pid: int) -> str:
     return f"rollmesh-code-{pid}-"
 
 
-class _ScriptIO:
-    """Writer of standard input and reader of limited output, until the script ends or its time is up."""
-
-    def __init__(self, process: subprocess.Popen[bytes], stdin: bytes, output_bytes: int) -> None:
-        self._process = process
-        self._pending = memoryview(stdin)
-        self._output_bytes = output_bytes
-        self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        self._selector = selectors.DefaultSelector()
-
-    def run(self, deadline: float) -> CommandResult:
-        """Exchange input and output until ``deadline`` (monotonic seconds)."""
-        with self._selector:
-            self._register(self._process.stdin, selectors.EVENT_WRITE, "stdin")
-            self._register(self._process.stdout, selectors.EVENT_READ, "stdout")
-            self._register(self._process.stderr, selectors.EVENT_READ, "stderr")
-            timed_out = not self._exchange(deadline)
-        if not timed_out:
-            # Wait for the end without reaping the child: the id of its process group is not reused until then.
-            descriptor = os.pidfd_open(self._process.pid)
-            try:
-                timed_out = not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
-            finally:
-                os.close(descriptor)
-        return CommandResult(
-            exit_status=_kill(self._process),
-            stdout=bytes(self._output["stdout"]),
-            stderr=bytes(self._output["stderr"]),
-            timed_out=timed_out,
-        )
-
-    def _register(self, stream: IO[bytes] | None, events: int, name: str) -> None:
-        assert stream is not None  # all three are pipes
-        os.set_blocking(stream.fileno(), False)
-        self._selector.register(stream, events, name)
-
-    def _exchange(self, deadline: float) -> bool:
-        """Return True if both outputs ended or exceeded their limit, and False if the time is up."""
+def _exchange(process: subprocess.Popen[bytes], stdin: bytes, output_bytes: int, deadline: float) -> CommandResult:
+    """Write the input and read limited output until the script ends, or until ``deadline`` (monotonic seconds)."""
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    pending, output, errors = memoryview(stdin), bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        for stream in (process.stdin, process.stdout, process.stderr):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_WRITE if stream is process.stdin else selectors.EVENT_READ)
         open_outputs = 2
-        while open_outputs:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return False
-            for key, _ in self._selector.select(remaining):
-                if key.data == "stdin":
-                    self._feed(key)
-                elif not self._read(key):
-                    open_outputs -= 1
-                    if len(self._output["stdout"]) > self._output_bytes:
-                        self._process.kill()
-                        return True
-        return True
-
-    def _feed(self, key: selectors.SelectorKey) -> None:
-        stream = self._process.stdin
-        assert stream is not None
+        while open_outputs and len(output) <= output_bytes and (remaining := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining):
+                with suppress(BlockingIOError):  # a script can use the other ends of its pipes
+                    if key.fileobj is process.stdin:
+                        try:
+                            pending = pending[os.write(key.fd, pending[:65536]) :]
+                        except BrokenPipeError:
+                            pending = pending[:0]
+                        if not pending:
+                            selector.unregister(process.stdin)
+                            process.stdin.close()
+                        continue
+                    data = os.read(key.fd, 65536)
+                    if key.fileobj is process.stdout:
+                        output += data
+                    else:
+                        errors += data[: _ERROR_BYTES - len(errors)]
+                    if not data:
+                        selector.unregister(key.fileobj)
+                        open_outputs -= 1
+    if len(output) > output_bytes:
+        process.kill()
+        open_outputs = 0
+    timed_out = open_outputs > 0
+    if not timed_out:
+        # Wait for the end without reaping the child: the id of its process group is not reused until then.
+        descriptor = os.pidfd_open(process.pid)
         try:
-            written = os.write(key.fd, self._pending[:65536])
-            self._pending = self._pending[written:]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._pending = memoryview(b"")
-        if not self._pending:
-            self._selector.unregister(stream)
-            with suppress(BrokenPipeError):
-                stream.close()
-
-    def _read(self, key: selectors.SelectorKey) -> bool:
-        """Read available data; return False if the output has ended or exceeded its limit."""
-        try:
-            data = os.read(key.fd, 65536)
-        except BlockingIOError:
-            return True
-        output = self._output[key.data]
-        if key.data == "stdout":
-            output += data
-        else:
-            output += data[: 4096 - len(output)]
-        if not data or (key.data == "stdout" and len(output) > self._output_bytes):
-            self._selector.unregister(key.fileobj)
-            return False
-        return True
+            timed_out = not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
+        finally:
+            os.close(descriptor)
+    return CommandResult(exit_status=_kill(process), stdout=bytes(output), stderr=bytes(errors), timed_out=timed_out)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> int:

@@ -64,14 +64,6 @@ def is_private(folder: Path) -> bool:
     return not os.stat(folder).st_mode & stat.S_IXOTH
 
 
-def blocked_folder(path: Path) -> Path | None:
-    """Return the topmost folder above ``path`` that other uids may not enter."""
-    for folder in reversed(path.parents):
-        if is_private(folder):
-            return folder
-    return None
-
-
 def expose(folders: Iterable[Path]) -> None:
     """Move to a new mount namespace in which every uid can reach ``folders``; do nothing if that is so already.
 
@@ -81,9 +73,8 @@ def expose(folders: Iterable[Path]) -> None:
     for folder in folders:
         if is_private(folder):
             raise PermissionError(f"{folder}: no other uid may enter it")
-        blocked = blocked_folder(folder)
-        if blocked is not None:
-            covered[blocked].append(folder)
+        if topmost := next(filter(is_private, reversed(folder.parents)), None):
+            covered[topmost].append(folder)
     if not covered:
         return
     kernel.unshare(kernel.CLONE_NEWNS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,12 @@ OWN_UID_VARIABLE = "SANDBOX_OWN_UID"
 
 def own_uid(slot: int, owner_pid: int | None = None) -> int:
     """Return an unused uid: from the upper half of the ids in this namespace, by owner process and slot."""
-    half = max(1, min(_mapped_ids(), 2**31) // 2)
+    try:
+        lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+        id_count = max(int(first) + int(count) for first, _, count in map(str.split, lines))
+    except (OSError, ValueError):
+        id_count = 2**16
+    half = max(1, min(id_count, 2**31) // 2)
     pid = os.getpid() if owner_pid is None else owner_pid
     return half + (pid * SLOTS_PER_PROCESS + slot % SLOTS_PER_PROCESS) % half
 
@@ -46,9 +52,7 @@ def is_root() -> bool:
 
 def can_become(uid: int) -> bool:
     """Tell whether ``become(uid)`` works, by a test in a child: root may lack the capability or the uid."""
-    if not is_root():
-        return False
-    return succeeds_in_child(lambda: become(uid))
+    return is_root() and succeeds_in_child(lambda: become(uid))
 
 
 def succeeds_in_child(action: Callable[[], None]) -> bool:
@@ -62,15 +66,6 @@ def succeeds_in_child(action: Callable[[], None]) -> bool:
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1] == 0
-
-
-def _mapped_ids() -> int:
-    """Return the largest uid of this user namespace plus one."""
-    try:
-        lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
-        return max(int(first) + int(count) for first, _, count in (line.split() for line in lines))
-    except (OSError, ValueError):
-        return 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +89,11 @@ def apply_limits(limits: ResourceLimits, *, own_uid: bool) -> None:
 
     For a shared uid (``own_uid`` false) the process limit is raised by the threads that the uid already runs.
     """
-    process_count = limits.process_count + (0 if own_uid else running_thread_count(os.getuid()))
+    process_count = limits.process_count
+    for process in () if own_uid else psutil.process_iter():
+        with suppress(psutil.Error):  # the process has ended
+            if process.uids().real == os.getuid():
+                process_count += process.num_threads()
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, limits.cpu_seconds),
@@ -106,15 +105,3 @@ def apply_limits(limits: ResourceLimits, *, own_uid: bool) -> None:
         finite = [limit for limit in (value, resource.getrlimit(kind)[1]) if limit != resource.RLIM_INFINITY]
         lowest = min(finite, default=resource.RLIM_INFINITY)
         resource.setrlimit(kind, (lowest, lowest))
-
-
-def running_thread_count(uid: int) -> int:
-    """Count the threads of one uid on this machine, in the way of RLIMIT_NPROC."""
-    count = 0
-    for process in psutil.process_iter():
-        try:
-            if process.uids().real == uid:
-                count += process.num_threads()
-        except psutil.Error:  # the process has ended
-            continue
-    return count

@@ -14,17 +14,12 @@ import platform
 import signal
 import struct
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 CLONE_NEWNS = 0x0002_0000
-CLONE_NEWUTS = 0x0400_0000
-CLONE_NEWIPC = 0x0800_0000
-CLONE_NEWUSER = 0x1000_0000
-CLONE_NEWPID = 0x2000_0000
-CLONE_NEWNET = 0x4000_0000
+OWN_NAMESPACES = CLONE_NEWNS | 0x0400_0000 | 0x0800_0000 | 0x1000_0000 | 0x2000_0000 | 0x4000_0000
+"""Of mounts, names, IPC, users, processes and networks; for any user where the machine allows user namespaces."""
 
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
@@ -104,7 +99,7 @@ def change_root(folder: str) -> None:
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Apply a seccomp filter (an array of struct sock_filter) to this process and its descendants, irrevocably."""
+    """Apply a seccomp filter (``call_filter``) to this process and its descendants, irrevocably."""
     instructions = ctypes.create_string_buffer(program, len(program))
     packed = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(instructions))
     described = ctypes.create_string_buffer(packed, len(packed))
@@ -161,38 +156,21 @@ def _libc() -> Any:
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _ALLOW, _KILL, _ERROR = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Architecture:
-    audit_number: int
-    clone: int
-    forks: tuple[int, ...]
-    rejected: tuple[int, ...]
-
-
-_ARCHITECTURES: Mapping[str, _Architecture] = {
-    "x86_64": _Architecture(
-        audit_number=0xC000_003E,
-        clone=56,
-        forks=(57, 58),
-        rejected=(272, 308, 165, 166, 155, 161, 319, 29, 68, 64, 248, 249, 250, 321, 298, 323, 101, 310, 311, *_COMMON),
+_ARCHITECTURES = {
+    "x86_64": (
+        0xC000_003E,
+        56,
+        (57, 58),
+        (272, 308, 165, 166, 155, 161, 319, 29, 68, 64, 248, 249, 250, 321, 298, 323, 101, 310, 311, *_COMMON),
     ),
-    "aarch64": _Architecture(
-        audit_number=0xC000_00B7,
-        clone=220,
-        forks=(),
-        rejected=(97, 268, 40, 39, 41, 51, 279, 194, 186, 190, 217, 218, 219, 280, 241, 282, 117, 270, 271, *_COMMON),
+    "aarch64": (
+        0xC000_00B7,
+        220,
+        (),
+        (97, 268, 40, 39, 41, 51, 279, 194, 186, 190, 217, 218, 219, 280, 241, 282, 117, 270, 271, *_COMMON),
     ),
 }
-
-
-def restrict_system_calls(*, may_fork: bool) -> None:
-    """Reject these calls for this process and its descendants, irrevocably.
-
-    Raises OSError if the kernel does not support filters, or if the architecture is unknown.
-    """
-    filter_system_calls(call_filter(may_fork=may_fork))
+"""(number of the architecture in the audit, that of clone, those of other forks, rejected ones) by machine."""
 
 
 def call_filter(*, may_fork: bool) -> bytes:
@@ -200,42 +178,33 @@ def call_filter(*, may_fork: bool) -> bytes:
 
     Raises OSError if the architecture is unknown.
     """
-    architecture = _ARCHITECTURES.get(platform.machine())
-    if architecture is None:
+    if platform.machine() not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call numbers for {platform.machine()}")
+    audit_number, clone, forks, rejected = _ARCHITECTURES[platform.machine()]
     reject, missing = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
-    rejected = architecture.rejected if may_fork else (*architecture.rejected, *architecture.forks)
     steps = [
-        _load(_ARCHITECTURE_AT),
-        _test(_EQUAL, architecture.audit_number, matching=1, otherwise=0),
-        _result(_KILL),
-        _load(_NUMBER_AT),
+        _step(_LOAD, _ARCHITECTURE_AT),
+        _step(_EQUAL, audit_number, matching=1),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER_AT),
         *_returns(_AT_LEAST, _FOREIGN_NUMBERS, reject),
         # A filter cannot read the arguments of clone3; without clone3, libraries use clone.
         *_returns(_EQUAL, _CLONE3, missing),
-        *(step for number in rejected for step in _returns(_EQUAL, number, reject)),
-        _test(_EQUAL, architecture.clone, matching=1, otherwise=0),
-        _result(_ALLOW),
-        _load(_FIRST_ARGUMENT_AT),
+        *(step for number in (*rejected, *(() if may_fork else forks)) for step in _returns(_EQUAL, number, reject)),
+        _step(_EQUAL, clone, matching=1),
+        _step(_RETURN, _ALLOW),
+        _step(_LOAD, _FIRST_ARGUMENT_AT),
         *_returns(_ANY_BIT, _CLONE_NEW_ANYTHING, reject),
         *([] if may_fork else _returns(_ANY_BIT, _CLONE_THREAD, _ALLOW)),
-        _result(_ALLOW if may_fork else reject),
+        _step(_RETURN, _ALLOW if may_fork else reject),
     ]
     return b"".join(steps)
 
 
-def _load(offset: int) -> bytes:
-    return struct.pack("HBBI", _LOAD, 0, 0, offset)
-
-
-def _test(kind: int, value: int, *, matching: int, otherwise: int) -> bytes:
-    """Skip ``matching`` steps if the loaded value passes, else ``otherwise``."""
+def _step(kind: int, value: int, *, matching: int = 0, otherwise: int = 0) -> bytes:
+    """Encode a step; a test skips ``matching`` steps if the loaded value passes, else ``otherwise``."""
     return struct.pack("HBBI", kind, matching, otherwise, value)
 
 
 def _returns(kind: int, value: int, result: int) -> tuple[bytes, bytes]:
-    return _test(kind, value, matching=0, otherwise=1), _result(result)
-
-
-def _result(result: int) -> bytes:
-    return struct.pack("HBBI", _RETURN, 0, 0, result)
+    return _step(kind, value, otherwise=1), _step(_RETURN, result)

@@ -1,1 +1,1 @@
-"""Prompt sources; ``source_registry.build_prompt_source`` builds the one that a run file names."""
+"""Prompt sources; ``source_protocol.build_prompt_source`` builds the one that a run file names."""

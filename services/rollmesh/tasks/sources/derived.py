@@ -42,7 +42,17 @@ class MixturePrompts:
         self._parts = source.parts
         self._sources = [open_source(part.source, settings) for part in source.parts]
         weights, sizes = [part.weight for part in source.parts], [opened.epoch_size for opened in self._sources]
-        self._counts = _train_counts(weights) if settings.split == "train" else _eval_counts(weights, sizes)
+        if settings.split == "train":
+            # Shares are rounded down, and the rest goes to the largest remainders.
+            shares = [weight * TRAIN_EPOCH for weight in weights]
+            self._counts = [max(1, int(share)) for share in shares]
+            by_remainder = sorted(range(len(shares)), key=lambda at: int(shares[at]) - shares[at])
+            for at in by_remainder[: max(0, TRAIN_EPOCH - sum(self._counts))]:
+                self._counts[at] += 1
+        else:
+            # The shares of the largest epoch without a repeated prompt.
+            most = min(TRAIN_EPOCH, min(size / weight for size, weight in zip(sizes, weights, strict=True)))
+            self._counts = [min(n, max(1, round(weight * most))) for n, weight in zip(sizes, weights, strict=True)]
         self._places, self._ranks = interleaved(self._counts)
 
     @property
@@ -85,22 +95,6 @@ class MixturePrompts:
     def _first_rows(self) -> list[int]:
         sizes = [len(opened.rows().names) for opened in self._sources]
         return [0, *accumulate(sizes[:-1])]
-
-
-def _train_counts(weights: Sequence[float]) -> list[int]:
-    """Return the prompts of each part in an epoch: shares rounded down, the rest to the largest remainders."""
-    shares = [weight * TRAIN_EPOCH for weight in weights]
-    counts = [max(1, int(share)) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda at: int(shares[at]) - shares[at])
-    for at in by_remainder[: max(0, TRAIN_EPOCH - sum(counts))]:
-        counts[at] += 1
-    return counts
-
-
-def _eval_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Return the prompts of each part, at least one: the shares of the largest epoch without a repeated prompt."""
-    most = min(TRAIN_EPOCH, min(size / weight for size, weight in zip(sizes, weights, strict=True)))
-    return [min(size, max(1, round(weight * most))) for size, weight in zip(sizes, weights, strict=True)]
 
 
 def interleaved(counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

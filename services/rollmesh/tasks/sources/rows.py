@@ -26,8 +26,10 @@ class FinitePrompts(ABC):
         """``name`` is that of the source in messages."""
         self._name = name
         self._size = size
-        self._orders = EpochOrders(size, seed)
+        self._seed = seed
         self._shuffle = shuffle
+        self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        """(epoch, order) used last: to sort a large table takes long."""
 
     @property
     def epoch_size(self) -> int:
@@ -37,7 +39,11 @@ class FinitePrompts(ABC):
     def prompt(self, epoch: int, index: int) -> Prompt:
         if epoch < 0 or not 0 <= index < self._size:
             raise IndexError(f"{self._name}: no position (epoch {epoch}, index {index})")
-        return self.drawn(self._orders.row(epoch, index) if self._shuffle else index, epoch, index)
+        if not self._shuffle:
+            return self.drawn(index, epoch, index)
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self._size, self._seed, epoch))
+        return self.drawn(int(self._order[1][index]), epoch, index)
 
     @abstractmethod
     def drawn(self, row: int, epoch: int, index: int) -> Prompt:
@@ -125,22 +131,6 @@ class RowPrompts(FinitePrompts):
             count = min(max(1, round(ratio * len(distinct))), len(distinct) - 1)
             held_out = hashes <= distinct[count - 1]
         return np.flatnonzero(held_out == is_eval).astype(np.int64)
-
-
-class EpochOrders:
-    """Orders of the rows of one source. The order used last is kept: to sort a large table takes long."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        self._seed = seed
-        self._kept: tuple[int, npt.NDArray[np.int64]] | None = None
-        """(epoch, order)."""
-
-    def row(self, epoch: int, index: int) -> int:
-        """Return the row at a position of an epoch."""
-        if self._kept is None or self._kept[0] != epoch:
-            self._kept = (epoch, epoch_order(self._size, self._seed, epoch))
-        return int(self._kept[1][index])
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -1,1 +1,1 @@
-"""Verifiers, which score answers; ``verifier_registry.build_verifier`` builds the one that a run file names."""
+"""Verifiers, which score answers; ``verifier_protocol.build_verifier`` builds the one that a run file names."""

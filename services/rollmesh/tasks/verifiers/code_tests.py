@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -19,31 +19,18 @@ _DECIMAL = re.compile(r"(?<![\w.+-])[+-]?(?:\d+\.\d*|\.?\d+)(?:[eE][+-]?\d{1,3})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallTest:
-    """Test that calls the entry point; the result is compared outside the sandbox."""
-
-    args: list[Any]
-    kwargs: dict[str, Any]
-    expected: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramTest:
-    """Test that runs the answer as a program; its standard output is compared outside the sandbox."""
-
-    stdin: str
-    stdout: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTests:
-    """All tests of one prompt."""
+    """All tests of one prompt; their comparisons are made outside the sandbox."""
 
     entry_point: str
-    calls: tuple[CallTest, ...]
-    asserts: tuple[AssertTest, ...]
-    """Split Python statements; their comparisons are made outside the sandbox."""
-    programs: tuple[ProgramTest, ...]
+    calls: Sequence[Mapping[str, Any]]
+    """``args`` and ``kwargs`` of calls of the entry point."""
+    expected: Sequence[Any]
+    """Results of the calls."""
+    asserts: Sequence[AssertTest]
+    """Split Python statements."""
+    programs: Sequence[tuple[str, str]]
+    """Standard input and output of the answer as a program."""
 
     def __len__(self) -> int:
         return len(self.calls) + sum(bool(test.checks) for test in self.asserts) + len(self.programs)
@@ -65,27 +52,27 @@ def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
     if not isinstance(tests, list) or not tests:
         raise VerifierError(f"python_code: the prompt's metadata needs a list 'tests', got {type(tests).__name__}")
     entry_point = metadata.get("entry_point", "")
-    calls: list[CallTest] = []
+    calls: list[Mapping[str, Any]] = []
+    expected: list[Any] = []
     asserts: list[AssertTest] = []
-    programs: list[ProgramTest] = []
+    programs: list[tuple[str, str]] = []
     for number, test in enumerate(tests):
         where = f"python_code: tests[{number}]"
         if isinstance(test, str):
             asserts.append(split_asserts(test, str(entry_point), where))
         elif isinstance(test, Mapping) and {"input", "output"} <= set(test):
-            programs.append(ProgramTest(stdin=_lines(test["input"], where), stdout=_lines(test["output"], where)))
+            programs.append((_lines(test["input"], where), _lines(test["output"], where)))
         elif isinstance(test, Mapping) and "expected" in test:
             args, kwargs = test.get("args", []), test.get("kwargs", {})
             if not isinstance(args, list) or not isinstance(kwargs, Mapping):
                 raise VerifierError(f"{where}: args must be a list and kwargs a mapping")
-            calls.append(CallTest(args=args, kwargs=dict(kwargs), expected=test["expected"]))
+            calls.append({"args": args, "kwargs": dict(kwargs)})
+            expected.append(test["expected"])
         else:
             raise VerifierError(f"{where}: expected a text with asserts, input and output, or args and expected")
     if calls and not (isinstance(entry_point, str) and entry_point):
         raise VerifierError("python_code: tests with args need the field 'entry_point' (function or Class.method)")
-    found = CodeTests(
-        entry_point=str(entry_point), calls=tuple(calls), asserts=tuple(asserts), programs=tuple(programs)
-    )
+    found = CodeTests(entry_point=str(entry_point), calls=calls, expected=expected, asserts=asserts, programs=programs)
     if not len(found):
         raise VerifierError("python_code: no text in the field 'tests' contains an assert")
     return found
@@ -121,7 +108,12 @@ def same_output(expected: str, got: str, tolerance: float = 0.0) -> bool:
     wanted, lines = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (expected, got))
     if tolerance == 0 or len(wanted) != len(lines):
         return wanted == lines
-    return all(a == b or _close_lines(a, b, tolerance) for a, b in zip(wanted, lines, strict=True))
+    for line, found in zip(wanted, lines, strict=True):
+        words, found_words = ([part.split() for part in _DECIMAL.split(text)] for text in (line, found))
+        numbers = zip(_DECIMAL.findall(line), _DECIMAL.findall(found), strict=False)
+        if words != found_words or not all(a == b or _close(a, b, tolerance) for a, b in numbers):
+            return False
+    return True
 
 
 def read_value(encoded: Any) -> Any:
@@ -135,12 +127,6 @@ def read_value(encoded: Any) -> Any:
         ((kind, content),) = encoded.items()
         return _READERS[kind](content)
     return encoded
-
-
-def _close_lines(expected: str, got: str, tolerance: float) -> bool:
-    words = [[text.split() for text in _DECIMAL.split(line)] for line in (expected, got)]
-    numbers = zip(_DECIMAL.findall(expected), _DECIMAL.findall(got), strict=False)
-    return words[0] == words[1] and all(a == b or _close(a, b, tolerance) for a, b in numbers)
 
 
 def _close(expected: str, got: str, tolerance: float) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollmesh.errors import ConfigError, VerifierError
 
@@ -179,3 +182,81 @@ def number_text(number: str) -> str:
     """Return a number that a program printed in plain digits, which read the same everywhere: ``2.5e-06``, ``1.0``."""
     digits = f"{Decimal(number):f}"
     return digits.removesuffix(".0")
+
+
+LONGEST_CODE = 200_000
+"""Limit in characters; longer code is wrong."""
+_PYTHON = re.compile(r"(?:i?python|py)[23]?")
+_MARK = re.compile(r"`{3,}|~{3,}")
+
+
+class _Fence(NamedTuple):
+    line: int
+    """Number of its line; that of the line before the response for a block that the prompt has opened."""
+    tag: str
+    """Language; empty without one."""
+    mark: str = "```"
+    indent: int = 0
+
+
+def extract_code(response: str) -> str:
+    """Return the solution of an answer.
+
+    It is the last closed block that is tagged as Python, without one a block that is cut off, then the last block
+    without a tag, then the whole response. The prompt may have opened the first block.
+    """
+    lines = response[-2 * LONGEST_CODE :].replace("\r\n", "\n").split("\n")
+    blocks = [(tag, text, closed) for tag, text, closed in _blocks(lines) if text.strip()]
+    for python in (True, False):
+        for wanted in (True, False):
+            for tag, text, closed in reversed(blocks):
+                if closed is wanted and (_PYTHON.fullmatch(tag) if python else not tag):
+                    return textwrap.dedent(text)
+    return response
+
+
+def _blocks(lines: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Yield the tag and the text of each block, and whether it is closed."""
+    fences = [fence for number, line in enumerate(lines) if (fence := _fence(number, line)) is not None]
+    opened = _opened_by_the_prompt(lines, fences)
+    for fence in fences:
+        # Another fence ends the block, or is a part of it, such as an example in a docstring.
+        if opened and not fence.tag and fence.mark.startswith(opened.mark) and fence.indent <= opened.indent + 3:
+            yield opened.tag, _joined(lines[opened.line + 1 : fence.line]), True
+            opened = None
+        elif opened is None or not opened.tag:
+            opened = fence
+    if opened is not None:
+        is_cut_in_fence = lines[-1].strip() in ("`", "``")
+        yield opened.tag, _joined(lines[opened.line + 1 : len(lines) - is_cut_in_fence]), False
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _fence(number: int, line: str) -> _Fence | None:
+    """Return the fence of a line; text may stand before one that is tagged as Python."""
+    mark = _MARK.search(line)
+    if mark is None or "`" in line[mark.end() :]:
+        return None
+    before = line[: mark.start()]
+    tag = re.sub(r"\W.*", "", line[mark.end() :].lstrip(" {.")).lower()
+    if not before.strip():
+        return _Fence(number, tag, mark[0], len(before))
+    return _Fence(number, tag, mark[0]) if _PYTHON.fullmatch(tag) else None
+
+
+def _opened_by_the_prompt(lines: Sequence[str], fences: Sequence[_Fence]) -> _Fence | None:
+    """Return the fence of the prompt if the response begins with its tag, or with Python and a fence is left over."""
+    if _PYTHON.fullmatch(lines[0].strip().lower()):
+        return _Fence(0, "python")
+    untagged = next((at for at, fence in enumerate(fences) if fence.tag), len(fences))
+    if untagged % 2 == 0:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            is_python = ast.parse(textwrap.dedent("\n".join(lines[: fences[0].line]))).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+    return _Fence(-1, "python") if is_python else None

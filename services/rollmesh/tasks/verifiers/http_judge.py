@@ -121,7 +121,15 @@ class HttpJudgeVerifier:
         return httpx.AsyncClient(headers=self._headers, verify=self._tls, limits=limits)
 
     async def _judge(self, client: httpx.AsyncClient, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
-        payload = self._payload(response, prompt_metadata)
+        prompt = str(prompt_metadata.get("prompt", ""))
+        if self._chat:
+            fields = {"answer": "", **prompt_metadata, "prompt": prompt, "response": response}
+            # A single pass: braces inside an answer stay text.
+            content = _FIELD.sub(lambda found: _text(fields.get(found[1], found[0])), self._template)
+            payload = {**self._request, "messages": [{"role": "user", "content": content}]}
+        else:
+            rest = {name: value for name, value in prompt_metadata.items() if name != "prompt"}
+            payload = {"prompt": prompt, "response": response, "metadata": rest}
         async with asyncio.timeout(self._timeout_seconds):
             for attempt in range(1, self._attempts + 1):
                 reply = await self._post(client, payload, last=attempt == self._attempts)
@@ -146,23 +154,16 @@ class HttpJudgeVerifier:
         if last or not (reply.status_code in (408, 425, 429) or reply.status_code >= 500):
             text = body[:200].decode("utf-8", "replace")
             raise VerifierError(f"http_judge: {self._url}: status {reply.status_code}: {text!r}")
-        return _retry_after_seconds(reply)
-
-    def _payload(self, response: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        prompt = str(metadata.get("prompt", ""))
-        if not self._chat:
-            rest = {name: value for name, value in metadata.items() if name != "prompt"}
-            return {"prompt": prompt, "response": response, "metadata": rest}
-        fields = {"answer": "", **metadata, "prompt": prompt, "response": response}
-        # A single pass: braces inside an answer stay text.
-        content = _FIELD.sub(lambda found: _text(fields.get(found[1], found[0])), self._template)
-        return {**self._request, "messages": [{"role": "user", "content": content}]}
+        try:
+            return max(0.0, float(reply.headers.get("Retry-After", "0")))
+        except ValueError:  # the date form; the back-off is close enough
+            return 0.0
 
     def _reward(self, body: bytes) -> RewardParts:
         try:
             reply = json.loads(body)
             if self._chat:
-                return RewardParts(value=self._scale * self._number_in(self._answer_of(reply["choices"][0])))
+                return RewardParts(value=self._scale * self._chat_score(reply["choices"][0]))
             parts = reply.get("parts") or {}
             return RewardParts(value=self._scale * _number(reply["score"]), parts=dict(parts))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -171,16 +172,14 @@ class HttpJudgeVerifier:
                 f"http_judge: {self._url}: no score in the reply {text!r}: {type(error).__name__}: {error}"
             ) from error
 
-    def _answer_of(self, choice: Mapping[str, Any]) -> str:
+    def _chat_score(self, choice: Mapping[str, Any]) -> float:
         if _CUT_OFF.search(reason := str(choice.get("finish_reason"))):
             raise ValueError(f"the reply was cut off ({reason}); raise reward.options.max_tokens or the judge's limit")
         content: str = choice["message"]["content"]
         tags = list(_THOUGHT_TAG.finditer(content))
         if tags and not tags[-1][1]:
             raise ValueError(f"the reply ends inside a thought: {content[-80:]!r}")
-        return content[tags[-1].end() :] if tags else content
-
-    def _number_in(self, text: str) -> float:
+        text = content[tags[-1].end() :] if tags else content
         if self._score_pattern is None:
             number = last_number(_DENOMINATOR.sub("", text))
             if number is None:
@@ -198,13 +197,6 @@ async def _read_bounded(reply: httpx.Response) -> bytes:
         if len(body) > LARGEST_REPLY_BYTES:
             raise VerifierError(f"http_judge: {reply.url}: the reply is larger than {LARGEST_REPLY_BYTES} bytes")
     return bytes(body)
-
-
-def _retry_after_seconds(reply: httpx.Response) -> float:
-    try:
-        return max(0.0, float(reply.headers.get("Retry-After", "0")))
-    except ValueError:  # the date form; the back-off is close enough
-        return 0.0
 
 
 def _text(value: object) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 from math_verify import grader, parse, verify
@@ -72,7 +73,7 @@ class MathVerifier:
         accepted = [text.strip() for text in references(prompt_metadata, "math")]
         boxed = last_boxed(response)
         answer = boxed if boxed is not None else response[-TAIL_CHARACTERS:].strip()
-        if len(answer) > TAIL_CHARACTERS or _nesting(answer) > DEEPEST_NESTING:
+        if len(answer) > TAIL_CHARACTERS or max(accumulate(answer, _depth, initial=0)) > DEEPEST_NESTING:
             return 0.0
         return float(any(self._matches(reference, answer, boxed is not None) for reference in accepted))
 
@@ -97,15 +98,8 @@ def _is_whole(text: str) -> bool:
     return digits.isascii() and digits.isdigit() and len(digits) <= 400
 
 
-def _nesting(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth = max(0, depth - 1)
-    return deepest
+def _depth(outside: int, character: str) -> int:
+    return outside + 1 if character in "([{" else max(0, outside - (character in ")]}"))
 
 
 _SPELLINGS: tuple[_Spelling, ...] = (

@@ -17,16 +17,8 @@ from rollmesh.errors import ConfigError
 from rollmesh.tasks.sandbox import kernel
 from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.sandbox.identity import ResourceLimits
-from rollmesh.tasks.verifiers.code_asserts import AssertTest
-from rollmesh.tasks.verifiers.code_block import LONGEST_CODE, extract_code
-from rollmesh.tasks.verifiers.code_tests import (
-    CodeTests,
-    ProgramTest,
-    read_tests,
-    read_value,
-    same_output,
-    same_value,
-)
+from rollmesh.tasks.verifiers.code_tests import CodeTests, read_tests, read_value, same_output, same_value
+from rollmesh.tasks.verifiers.extraction import LONGEST_CODE, extract_code
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 _OUTPUT_BYTES = 1 << 20
@@ -35,6 +27,8 @@ _FILE_BYTES = 16 << 20
 _MOST_PROGRAMS = 64
 """Programs in one sandbox. The first has it alone, because most wrong answers fail the first test."""
 _PRELUDE_SECONDS = 30.0
+_Check = Callable[[Any], bool]
+"""Comparison of a reported value."""
 
 
 def _resource_limits(timeout_seconds: float, memory_bytes: int, process_count: int, may_fork: bool) -> ResourceLimits:
@@ -142,28 +136,25 @@ class PythonCodeVerifier:
     def _results(self, code: str, tests: CodeTests, deadline: float) -> Iterator[bool]:
         """Yield True for each passed test and False for each failed one, in order. Raises TimeoutError."""
         if tests.calls or tests.asserts:
-            yield from self._results_inside(code, tests, deadline)
+            job = {
+                "code": code,
+                "prelude": self._prelude,
+                "entry_point": tests.entry_point,
+                "calls": tests.calls,
+                "scripts": [test.steps for test in tests.asserts],
+            }
+            checks: list[_Check | None] = [
+                *(partial(same_value, expected, tolerance=self._tolerance) for expected in tests.expected),
+                *(partial(_holds, test.passes) if test.checks else None for test in tests.asserts),
+            ]
+            yield from _checked(self.sandbox, self._runner, json.dumps(job).encode(), checks, deadline)
         begin, count = 0, 1
         most = _MOST_PROGRAMS if tests.programs and self._programs.ends_all_processes() else 1
         while programs := tests.programs[begin : begin + count]:
-            job = self._program_job(code, [test.stdin for test in programs])
-            checks = [partial(self._printed, test) for test in programs]
-            yield from _checked(self._programs, self._program_runner, job, checks, deadline)
+            program_job = self._program_job(code, [stdin for stdin, _ in programs])
+            checks = [partial(_prints, stdout, self._tolerance) for _, stdout in programs]
+            yield from _checked(self._programs, self._program_runner, program_job, checks, deadline)
             begin, count = begin + count, min(8 * count, most)
-
-    def _results_inside(self, code: str, tests: CodeTests, deadline: float) -> Iterator[bool]:
-        job = {
-            "code": code,
-            "prelude": self._prelude,
-            "entry_point": tests.entry_point,
-            "calls": [{"args": test.args, "kwargs": test.kwargs} for test in tests.calls],
-            "scripts": [test.steps for test in tests.asserts],
-        }
-        checks = [
-            *(partial(same_value, test.expected, tolerance=self._tolerance) for test in tests.calls),
-            *(partial(_holds, test) if test.checks else None for test in tests.asserts),
-        ]
-        return _checked(self.sandbox, self._runner, json.dumps(job).encode(), checks, deadline)
 
     def _program_job(self, code: str, inputs: list[str]) -> bytes:
         texts = [text.encode("utf-8", "replace") for text in inputs]
@@ -171,12 +162,6 @@ class PythonCodeVerifier:
         lengths = [len(text) for text in texts]
         header = marshal.dumps((script, self._prelude, lengths, _OUTPUT_BYTES, _FILE_BYTES, self._program_filter))
         return b"".join((len(header).to_bytes(4, "big"), header, *texts))
-
-    def _printed(self, test: ProgramTest, report: Any) -> bool:
-        output = _read(report)
-        return isinstance(output, bytes) and same_output(
-            test.stdout, output.decode("utf-8", "replace"), self._tolerance
-        )
 
     def _check_prelude(self) -> None:
         result = self._programs.run(self._program_runner, self._program_job("", [""]), _PRELUDE_SECONDS)
@@ -193,7 +178,7 @@ def _checked(
     sandbox: Sandbox,
     runner: bytes,
     job: bytes,
-    checks: Sequence[Callable[[Any], bool] | None],
+    checks: Sequence[_Check | None],
     deadline: float,
 ) -> Iterator[bool]:
     """Run a job, and yield the result of each check of a reported value. Raises TimeoutError."""
@@ -210,9 +195,14 @@ def _checked(
         yield "value" in report and check(report["value"])
 
 
-def _holds(test: AssertTest, reported: Any) -> bool:
+def _holds(passes: Callable[[list[Any]], bool], reported: Any) -> bool:
     values = _read(reported)
-    return isinstance(values, list) and test.passes(values)
+    return isinstance(values, list) and passes(values)
+
+
+def _prints(stdout: str, tolerance: float, reported: Any) -> bool:
+    output = _read(reported)
+    return isinstance(output, bytes) and same_output(stdout, output.decode("utf-8", "replace"), tolerance)
 
 
 def _read(reported: Any) -> Any:

@@ -112,7 +112,7 @@ def test_the_prompt_carries_its_text_and_what_the_verifier_needs() -> None:
 
 @pytest.mark.parametrize("index", [-1, 1 << 20])
 def test_an_index_outside_the_epoch_is_an_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"countdown: index {index}"):
+    with pytest.raises(IndexError, match=f"countdown: no position .epoch 0, index {index}"):
         source().prompt(0, index)
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from rollmesh.errors import VerifierError
 from rollmesh.tasks.verifiers.code_asserts import split_asserts
-from rollmesh.tasks.verifiers.code_block import extract_code
 from rollmesh.tasks.verifiers.code_runner import plain, run_script
 from rollmesh.tasks.verifiers.code_tests import read_value
+from rollmesh.tasks.verifiers.extraction import extract_code
 
 
 @pytest.mark.parametrize(
