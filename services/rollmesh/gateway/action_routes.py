@@ -100,22 +100,18 @@ class ActionRoutes:
     async def scale(self, request: ScaleRequest) -> Done:
         """Request a number of processes of a service from the launcher."""
         if request.replicas is not None:
-            await self._check_scale(request.service, request.replicas, force=request.force)
+            try:
+                check_scale(self._config, request.service, request.replicas)
+                if not request.force:
+                    asked = await self._store.scaling.requests()
+                    await asyncio.to_thread(check_capacity, self._config, asked, request.service, request.replicas)
+            except ConfigError as error:
+                raise Conflict(str(error)) from error
         carried_out = await self._store.scaling.request(request.service, request.replicas)
         self._count("scale")
         replicas = "as in the run file" if request.replicas is None else f"{request.replicas}"
         launcher = "the launcher applies it" if carried_out else "no launcher runs that could apply it now"
         return Done(done=f"{request.service} replicas: {replicas}; {launcher}")
-
-    async def _check_scale(self, service: str, replicas: int, *, force: bool) -> None:
-        """Raise Conflict when the run, or without ``force`` its machine, cannot have that many replicas."""
-        try:
-            check_scale(self._config, service, replicas)
-            if not force:
-                asked = await self._store.scaling.requests()
-                await asyncio.to_thread(check_capacity, self._config, asked, service, replicas)
-        except ConfigError as error:
-            raise Conflict(str(error)) from error
 
     def _count(self, action: str) -> None:
         self._metrics.actions.labels(action=action).inc()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
+from fastapi.responses import FileResponse, Response
+from fastapi.staticfiles import StaticFiles
 
 from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
@@ -14,8 +17,7 @@ from rollmesh.gateway.live_reads import LiveReads
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent
 from rollmesh.gateway.models.overview import EndEvent
-from rollmesh.gateway.page_files import mount_page
-from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
+from rollmesh.gateway.read_routes import PREFIX
 from rollmesh.runtime.api_app import Check, api_app, no_check, token_check
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.http_server import accepted_hosts
@@ -24,6 +26,7 @@ from rollmesh.store import TrajectoryStore
 
 EVENTS = (SnapshotEvent, TickEvent, EndEvent)
 """Models of the event stream, for the OpenAPI document."""
+PAGE = Path(__file__).parent / "page"
 
 
 def build_app(
@@ -45,7 +48,7 @@ def build_app(
         "Live state of a run, and operator actions.",
         PREFIX,
         [
-            ReadRoutes(LiveReads(config, store, poller)).router(read_check, check),
+            LiveReads(config, store, poller).router(read_check, check),
             ActionRoutes(config, store, metrics).router(check),
             _openai_pointer(config, read_check),
         ],
@@ -70,3 +73,23 @@ def _openai_pointer(config: RunConfig, check: Check) -> APIRouter:
         raise NotFound(f"/v1/{path}: the gateway does not serve the OpenAI-compatible API", hint=hint)
 
     return api
+
+
+def mount_page(app: FastAPI) -> None:
+    """Serve the page at ``/`` and its files under ``/page``."""
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        # Revalidate on every load: an old page may not match the API.
+        return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
+
+    app.mount("/page", _Static(directory=PAGE), name="page")
+
+
+class _Static(StaticFiles):
+    """Files of the page, revalidated on every request (a 304 response costs little for a page of this size)."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response

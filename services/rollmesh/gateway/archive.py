@@ -8,9 +8,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,8 @@ from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.gateway.models.items import BatchList, BatchOrder, BatchPage, BatchTrajectory
-from rollmesh.runtime.request_guard import Busy, NotFound
+from rollmesh.gateway.models.items import BatchOrder, BatchPage, BatchTrajectory
+from rollmesh.runtime.request_guard import Busy
 from rollmesh.types import Group, Int32Array, Trajectory
 
 Pieces = Callable[[npt.ArrayLike], list[str]]
@@ -113,8 +112,7 @@ def _text(ids: Int32Array, pieces: Pieces | None) -> str:
     return " ".join(" ".join(words).split())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Archived:
+class Archived(NamedTuple):
     """A group and its batch."""
 
     train_step: int
@@ -148,12 +146,7 @@ class Archive:
 
     async def steps(self) -> list[int]:
         """Return the train steps that have a batch file, ascending; Busy like ``find``."""
-
-        def listed(_: float) -> list[int]:
-            store = self._open()
-            return [] if store is None else store.batch_steps()
-
-        return await self._in_reader(listed)
+        return await self._in_reader(lambda _: [] if (store := self._open()) is None else store.batch_steps())
 
     async def rows(self, train_step: int) -> list[BatchRow] | None:
         """Return the trajectories of a step in the order of training, None without a batch file; raises like ``find``.
@@ -257,28 +250,3 @@ def readable_checkpoints(config: RunConfig) -> CheckpointStore | None:
 
 def _unread(why: str) -> Busy:
     return Busy(f"the batch files cannot be read now: {why}", hint="retry in a moment")
-
-
-class BatchLists:
-    """Lists of the batch files of one run."""
-
-    def __init__(self, archive: Archive, pieces: Pieces | None) -> None:
-        self._archive = archive
-        self._pieces = pieces
-
-    async def steps(self) -> BatchList:
-        """Return the train steps that have a batch file, newest first."""
-        return BatchList(train_steps=list(reversed(await self._archive.steps())))
-
-    async def page(self, train_step: int, order: BatchOrder, descending: bool, first: int, limit: int) -> BatchPage:
-        """Return some trajectories of one batch file; NotFound without a readable file."""
-        try:
-            rows = await self._archive.rows(train_step)
-        except CheckpointError as error:
-            raise NotFound(f"the batch file of step {train_step} cannot be read: {error}") from error
-        if rows is None:
-            raise NotFound(
-                f"step {train_step} has no batch file here", field="train_step", hint="GET /api/v1/batches lists them"
-            )
-        # Decode in a thread: the previews of hundreds of rows take a while.
-        return await asyncio.to_thread(batch_page, train_step, rows, order, descending, first, limit, self._pieces)

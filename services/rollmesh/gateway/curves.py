@@ -197,27 +197,22 @@ class Curves:
         if unknown:
             raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(self._names)}")
         wanted = list(dict.fromkeys(names)) or list(self._names)
-        return SeriesAnswer(available=list(self._names), series=self._all_series(wanted, points))
+        times = self._times.points(len(self._times)) if any(name in self._metrics for name in wanted) else []
+        series = [self._series(name, points, times) for name in wanted]
+        return SeriesAnswer(available=list(self._names), series=series)
 
-    def _all_series(self, names: Sequence[str], points: int) -> list[Series]:
-        times = self._times.points(len(self._times)) if any(name in self._metrics for name in names) else []
-        known = [point.x for point in times], [point.mean for point in times]
-        return [self._series(name, points, *known) for name in names]
-
-    def _series(self, name: str, points: int, steps: Sequence[float], times: Sequence[float]) -> Series:
+    def _series(self, name: str, points: int, times: Sequence[CurveRange]) -> Series:
         if name in self._recorded:
             return self._recorded[name]
         if name == EVALUATION:
             return _evaluation_series(self._evaluations, points)
         if name in self._metrics:
             found = _series(name, self._metrics[name].unit, "train_step", self._reported[name], points)
-            return found.model_copy(update={"times": _times_of(found.x, steps, times)})
+            if not times:
+                return found
+            interpolated = np.interp(found.x, [point.x for point in times], [point.mean for point in times])
+            return found.model_copy(update={"times": tuple(round(float(time), 3) for time in interpolated)})
         return _series(name, _LIVE[name], "time", self._live[name], points)
-
-
-def _times_of(wanted: Sequence[float], steps: Sequence[float], times: Sequence[float]) -> tuple[float, ...]:
-    """Return the times of the wanted steps, from the known ones; none without a known one."""
-    return tuple(round(float(time), 3) for time in np.interp(wanted, steps, times)) if steps else ()
 
 
 def _series(name: str, unit: str, axis: Literal["train_step", "time"], curve: Curve, points: int) -> Series:

@@ -94,8 +94,8 @@ class EventHub:
                     if sent is not None:
                         self._metrics.events.labels(kind="snapshot").inc()
                         yield data
-                for tick in self._ticks_after(sent):
-                    if not self._has_all_after(tick.sequence - 1):
+                for tick in [tick for tick in self._ticks if sent is not None and tick.sequence > sent]:
+                    if tick.sequence - 1 != sent or not self._has_all_after(tick.sequence - 1):
                         break  # sending took so long that the next events are no longer kept
                     sent = tick.sequence
                     self._metrics.events.labels(kind="tick").inc()
@@ -104,19 +104,16 @@ class EventHub:
                     continue
                 if self._closed:  # asked last: the events before the end are sent first
                     break
-                if not await _wait_published(published):
+                try:
+                    async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
+                        await published.wait()
+                except TimeoutError:
                     yield _KEEP_ALIVE
             if self._end is not None:
                 yield _encode("end", self._sequence, self._end)
         finally:
             self._clients -= 1
             self._metrics.event_clients.set(self._clients)
-
-    def _ticks_after(self, sent: int | None) -> list[_Tick]:
-        """Return the events after ``sent`` without a gap; none if one of them is no longer kept."""
-        if sent is None or not self._has_all_after(sent):
-            return []
-        return [tick for tick in self._ticks if tick.sequence > sent]
 
     def _has_all_after(self, sent: int) -> bool:
         """Tell whether every event after this one is still kept; False for an id of an earlier process."""
@@ -135,15 +132,6 @@ class EventHub:
     def _wake(self) -> None:
         self._published.set()
         self._published = asyncio.Event()
-
-
-async def _wait_published(published: asyncio.Event) -> bool:
-    try:
-        async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
-            await published.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 def _encode(kind: str, sequence: int, event: BaseModel) -> bytes:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, read_snapshot
 from rollmesh.gateway.models.live import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
 from rollmesh.gateway.models.overview import EndEvent
-from rollmesh.gateway.step_report_feed import FileReports, ReportFeed
-from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
+from rollmesh.gateway.step_report_feed import ReportFeed
+from rollmesh.gateway.timeline_tracker import TimelineTracker
 from rollmesh.runtime.endpoints import ServiceStates, read_endpoints
 from rollmesh.runtime.growing_files import JsonLinesTail
 from rollmesh.runtime.health import Health, waits_text
@@ -42,13 +41,7 @@ _SCAN_COUNT = 512
 """Leased trajectories scanned per session and poll, to find new ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FolderUpdate:
-    """New content of the run folder."""
-
-    reports: FileReports
-    history: Sequence[Mapping[str, Any]]
-    running: Mapping[str, int]
+Records = Sequence[Mapping[str, Any]]
 
 
 class MeshPoller:
@@ -83,7 +76,7 @@ class MeshPoller:
         self._slow_at = 0.0
         self._overview: Overview | None = None
         self._polled_at = 0.0
-        self._reading: asyncio.Future[_FolderUpdate] | None = None
+        self._reading: asyncio.Future[tuple[Records, Records, Mapping[str, int]]] | None = None
         self._folder_error = ""
         self._error = "the mesh has not been polled yet"
         self._log = get_logger("gateway")
@@ -120,7 +113,10 @@ class MeshPoller:
                 await self._read_folder()
                 await self._reports.read_queue()
                 snapshot = await read_snapshot(self._store)
-                await self._read_slow_facts()
+                if start_time >= self._slow_at:
+                    self._slow_at = start_time + _SLOW_SECONDS
+                    self._evaluations = finished_evaluations(await self._store.evaluations.all())
+                    self.curves.set_evaluations(self._evaluations)
                 delta = await self._follow(snapshot)
                 # Services that share no run folder with this process tell it through the queue.
                 shared = self._config.network.shared_folder
@@ -204,16 +200,9 @@ class MeshPoller:
         if self._timeline.room:
             self._cursors = {session: self._cursors.get(session, 0) for session in snapshot.workers}
             found, self._cursors = await self._store.inspection.scan_held(self._cursors, _SCAN_COUNT)
-            ids += new_ids(found, self._timeline)
+            ids += self._timeline.new_ids(found)
         marks: dict[str, TrajectoryMark | None] = dict(zip(ids, await self._store.inspection.marks(ids), strict=True))
         return self._timeline.update(snapshot.view.now, marks, snapshot.workers, snapshot.view.leased)
-
-    async def _read_slow_facts(self) -> None:
-        if time.monotonic() < self._slow_at:
-            return
-        self._slow_at = time.monotonic() + _SLOW_SECONDS
-        self._evaluations = finished_evaluations(await self._store.evaluations.all())
-        self.curves.set_evaluations(self._evaluations)
 
     async def _read_folder(self) -> None:
         """Read new content of the run folder; a slow disk delays the poll by at most _FOLDER_SECONDS."""
@@ -225,26 +214,22 @@ class MeshPoller:
             return
         reading, self._reading = self._reading, None
         try:
-            update = reading.result()
+            reports, history, self._running = reading.result()
         except OSError as error:
             # The run folder may be on a remote disk; the data from Redis does not depend on it.
             self._log_folder_error(str(error))
             self._reports.file_lost()
             return
-        self._reports.apply_file(update.reports)
-        for record in update.history:
+        self._reports.apply_file(reports)
+        for record in history:
             self._timeline_file.add(record, self.curves, before=self._start_time)
-        self._running = update.running
 
     def _log_folder_error(self, message: str) -> None:
         if message != self._folder_error:
             self._log.warning("run_folder_unreadable", message=message)
         self._folder_error = message
 
-    def _read_files(self) -> _FolderUpdate:
+    def _read_files(self) -> tuple[Records, Records, Mapping[str, int]]:
         """Read new step reports, the launcher's history from before this gateway started, and endpoint files."""
-        return _FolderUpdate(
-            reports=self._reports.read_file(),
-            history=self._history.read(),
-            running=Counter(endpoint.service for endpoint in read_endpoints(Path(self._config.folder))),
-        )
+        running = Counter(endpoint.service for endpoint in read_endpoints(Path(self._config.folder)))
+        return self._reports.read_file(), self._history.read(), running

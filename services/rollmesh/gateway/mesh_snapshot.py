@@ -106,8 +106,7 @@ def generator_views(records: Sequence[GeneratorRecord], newest_version: int) -> 
     ]
 
 
-def domain_views(totals: Mapping[str, DomainTotals]) -> tuple[DomainView, ...]:
-    """Return the views of the domains with the most admitted groups, the largest first."""
+def _domain_views(totals: Mapping[str, DomainTotals]) -> tuple[DomainView, ...]:
     largest = sorted(totals.items(), key=lambda item: (-item[1].drawn, item[0]))[:MOST_DOMAINS]
     return tuple(
         DomainView(domain=name, drawn=t.drawn, completed=t.completed, solved=t.solved, tokens=t.tokens)
@@ -157,7 +156,7 @@ def build_overview(
         staleness=_staleness(view, schedule, curves),
         drops=drop_views(counts.drops, counts.dropped_tokens),
         waste=waste_views(counts.totals, counts.dropped_tokens),
-        domains=domain_views(snapshot.domains),
+        domains=_domain_views(snapshot.domains),
         domain_count=len(snapshot.domains),
         generators=generator_views(snapshot.generators, view.policy_version)[:MOST_GENERATORS],
         generator_count=len(snapshot.generators),
@@ -170,18 +169,15 @@ def build_overview(
         totals=dict(counts.totals),
         workers=len(snapshot.workers),
         dead_letters=counts.dead_letters,
-        services=service_scales(running, snapshot.scale_requests),
+        services=_service_scales(running, snapshot.scale_requests),
         elapsed_seconds=None if begin_time is None else max(0.0, view.now - begin_time),
         remaining_seconds=curves.pace.remaining(view.trained_step, schedule.train_steps, view.now),
     )
 
 
-def service_scales(running: Mapping[str, int], requested: Mapping[str, int]) -> list[ServiceScale]:
-    """Return the processes of each service that run here, and the number that an operator requested."""
-    services = sorted(running.keys() | requested.keys())
-    return [
-        ServiceScale(service=name, running=running.get(name, 0), requested=requested.get(name)) for name in services
-    ]
+def _service_scales(running: Mapping[str, int], requested: Mapping[str, int]) -> list[ServiceScale]:
+    names = sorted(running.keys() | requested.keys())
+    return [ServiceScale(service=name, running=running.get(name, 0), requested=requested.get(name)) for name in names]
 
 
 def drop_views(dropped: Mapping[str, int], tokens: Mapping[str, int]) -> list[DropView]:
@@ -203,14 +199,9 @@ def waste_views(totals: Mapping[str, int], tokens: Mapping[str, int]) -> tuple[W
 
 
 def _staleness(view: MeshView, schedule: Schedule, curves: Curves) -> Staleness:
-    return Staleness(
-        bound=schedule.max_staleness,
-        queue=[
-            StalenessBin(staleness=max(0, view.cut_step - step), count=count)
-            for step, count in reversed(view.unclaimed_by_step)
-        ],
-        trained=curves.trained_staleness,
-    )
+    waiting = [(max(0, view.cut_step - step), count) for step, count in reversed(view.unclaimed_by_step)]
+    queue = [StalenessBin(staleness=staleness, count=count) for staleness, count in waiting]
+    return Staleness(bound=schedule.max_staleness, queue=queue, trained=curves.trained_staleness)
 
 
 def run_state(snapshot: MeshSnapshot, schedule: Schedule) -> tuple[RunState, str]:

@@ -14,7 +14,6 @@ from rollmesh.gateway.models.items import QueueOrder, TrajectoryPage, Trajectory
 from rollmesh.runtime.request_guard import NotFound
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import SORTED, TrajectoryMark
-from rollmesh.store.member_details import ResponseEnds
 
 MOST_SORTED = 20_000
 """Trajectories that are sorted, the oldest groups first."""
@@ -71,7 +70,8 @@ class QueueLists:
             return [_summary(mark, None) for mark in marks]
         ends = await self._store.inspection.response_ends([mark.trajectory_id for mark in marks])
         # Decode in a thread: the previews of hundreds of rows take a while.
-        texts = await asyncio.to_thread(lambda: [_preview(each, self._pieces) for each in ends])
+        parts = [shown_ends(each.first) if each.is_whole else shown_ends(each.first, each.last) for each in ends]
+        texts = await asyncio.to_thread(lambda: [preview_of(shown, self._pieces) for shown in parts])
         return [_summary(mark, text) for mark, text in zip(marks, texts, strict=True)]
 
 
@@ -85,10 +85,6 @@ def _first_of(cursor: str | None) -> int:
             f"cursor {cursor!r} is not one of a sorted list: pass the next cursor of the same list", field="cursor"
         )
     return int(first)
-
-
-def _preview(ends: ResponseEnds, pieces: Pieces | None) -> str:
-    return preview_of(shown_ends(ends.first) if ends.is_whole else shown_ends(ends.first, ends.last), pieces)
 
 
 def _summary(mark: TrajectoryMark, preview: str | None) -> TrajectorySummary:

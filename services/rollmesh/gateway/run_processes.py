@@ -7,8 +7,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -24,8 +24,7 @@ _MOST_LINE = 4000
 _LAUNCHER, _REDIS = "launcher-0", "redis"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Usage:
+class _Usage(NamedTuple):
     """Resources of one process and its children."""
 
     pid: int
@@ -59,7 +58,10 @@ class RunProcesses:
         with self._lock:
             self._read_usage()
             usage, shares = self._usage, self._shares
-        logs = _log_sizes(self._folder)
+        logs: dict[str, int] = {}
+        for file in (self._folder / "logs").glob("*-*.log"):
+            with contextlib.suppress(OSError):
+                logs[file.stem] = file.stat().st_size
         return ProcessList(
             processes=[
                 _view(name, usage.get(name), shares.get(name), logs.get(name))
@@ -96,13 +98,10 @@ def _usage_of(launcher: psutil.Process) -> dict[str, _Usage]:
     trees: dict[str, list[psutil.Process]] = {_LAUNCHER: [launcher]}
     names: dict[int, str] = {launcher.pid: _LAUNCHER}
     for process, parent in _descendants(launcher):
-        name = names.get(parent, _LAUNCHER)
-        if parent == launcher.pid:
-            name = _name_of(process)
+        name = _name_of(process) if parent == launcher.pid else names.get(parent, _LAUNCHER)
         names[process.pid] = name
         trees.setdefault(name, []).append(process)
-    found = {name: _sum(tree) for name, tree in trees.items()}
-    return {name: usage for name, usage in found.items() if usage is not None}
+    return {name: usage for name, tree in trees.items() if (usage := _sum(tree)) is not None}
 
 
 def _descendants(launcher: psutil.Process) -> Iterator[tuple[psutil.Process, int]]:
@@ -115,8 +114,7 @@ def _descendants(launcher: psutil.Process) -> Iterator[tuple[psutil.Process, int
 
 def _name_of(child: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
-        name = service_of(child.cmdline())
-        if name is not None:
+        if (name := service_of(child.cmdline())) is not None:
             return name
         if child.name().startswith(("redis", "valkey")):
             return _REDIS
@@ -136,14 +134,6 @@ def _sum(tree: Sequence[psutil.Process]) -> _Usage | None:
             if at == 0:
                 return None
     return _Usage(pid=tree[0].pid, memory_bytes=memory, cpu_seconds=cpu)
-
-
-def _log_sizes(folder: Path) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for file in (folder / "logs").glob("*-*.log"):
-        with contextlib.suppress(OSError):
-            sizes[file.stem] = file.stat().st_size
-    return sizes
 
 
 def _order(name: str) -> tuple[str, int]:

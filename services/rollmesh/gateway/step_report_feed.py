@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,6 @@ from rollmesh.store import TrajectoryStore
 
 _REPORTS_PER_LOOK = 500
 """Maximum number of reports read from the queue per poll; later polls read the rest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileReports:
-    """Result of one read of the file."""
-
-    exists: bool
-    from_start: bool
-    """True if the file was read from its beginning: it replaces all earlier reports."""
-    records: Sequence[Mapping[str, Any]]
 
 
 class ReportFeed:
@@ -36,20 +25,19 @@ class ReportFeed:
         self._newest: tuple[Any, Any] | None = None
         """Step and time of the newest report, to distinguish it from a repeated training of the same step."""
 
-    def read_file(self) -> FileReports:
-        """Return the new content of the file; blocks, and changes no curve."""
-        records = self._tail.read()
-        return FileReports(exists=self._tail.exists, from_start=self._tail.from_start, records=records)
+    def read_file(self) -> list[dict[str, Any]]:
+        """Return the new reports of the file; blocks, and changes no curve."""
+        return self._tail.read()
 
-    def apply_file(self, found: FileReports) -> None:
-        """Add the result of ``read_file`` to the curves."""
-        if not found.exists:
+    def apply_file(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Add the result of the last ``read_file`` to the curves."""
+        if not self._tail.exists:
             self.file_lost()
             return
         self._file_is_read = True
-        if found.from_start:
+        if self._tail.from_start:
             self._remove(0)
-        self._show(found.records)
+        self._show(found)
 
     def file_lost(self) -> None:
         """Switch to the queue, from the newest shown report on; the file is missing or unreadable."""

@@ -34,9 +34,9 @@ class TimelineTracker:
         """Number of further rollouts to follow; a quarter of the capacity is reserved for ended rollouts."""
         return self._most - self._most // 4 - len(self._live)
 
-    def is_followed(self, trajectory_id: str) -> bool:
-        """Tell whether a rollout is already followed."""
-        return trajectory_id in self._live
+    def new_ids(self, found: Sequence[str]) -> list[str]:
+        """Return the ids that are not followed yet, as many as there is room for."""
+        return [i for i in dict.fromkeys(found) if i not in self._live][: max(0, self.room)]
 
     def update(
         self,
@@ -130,21 +130,15 @@ def _grown(span: RolloutSpan, mark: TrajectoryMark, now: float) -> RolloutSpan:
     if new < 0:  # its environment was lost and the rollout restarted
         new, intervals = mark.token_count, []
     if new and mark.newest_version is not None:
-        intervals = _extended(intervals, span.start, mark.newest_version, new, now)
+        version = mark.newest_version
+        *earlier, last = intervals or [
+            VersionInterval(policy_version=version, start=span.start, end=span.start, tokens=0)
+        ]
+        if last.policy_version == version:
+            last = last.model_copy(update={"end": now, "tokens": last.tokens + new})
+            intervals = [*earlier, last]
+        else:
+            added = VersionInterval(policy_version=version, start=last.end, end=now, tokens=new)
+            intervals = [*intervals, added]
     changes = {"tokens": mark.token_count, "state": mark.state, "generator": mark.generator or None}
     return span.model_copy(update={**changes, "intervals": intervals})
-
-
-def _extended(
-    intervals: Sequence[VersionInterval], start: float, version: int, tokens: int, now: float
-) -> list[VersionInterval]:
-    """Return the intervals with the new tokens of a version."""
-    *earlier, last = intervals or [VersionInterval(policy_version=version, start=start, end=start, tokens=0)]
-    if last.policy_version == version:
-        return [*earlier, last.model_copy(update={"end": now, "tokens": last.tokens + tokens})]
-    return [*intervals, VersionInterval(policy_version=version, start=last.end, end=now, tokens=tokens)]
-
-
-def new_ids(found: Sequence[str], rollouts: TimelineTracker) -> list[str]:
-    """Return the ids of ``found`` that are not followed, limited by the room."""
-    return [i for i in dict.fromkeys(found) if not rollouts.is_followed(i)][: max(0, rollouts.room)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -25,11 +25,6 @@ class Spread:
     n: int
     mean: float
     standard_error: float | None
-
-    def text(self, show: Callable[[float], str | None]) -> str:
-        """Format the spread as ``0.79 ± 0.02``."""
-        error = "" if self.standard_error is None else f" ± {show(self.standard_error)}"
-        return f"{show(self.mean)}{error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +83,16 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     name = comparison.score_name
     table = Table(title="runs compared (± 1 standard error)", title_justify="left", box=None, padding=(0, 2))
     table.add_column("run")
-    for heading in ("seed", *(column.heading.format(name) for column in _COLUMNS)):
+    for heading in ("seed", *(heading.format(name) for heading, *_ in _COLUMNS)):
         table.add_column(heading, justify="right")
     table.add_column("audit")
     for arm in comparison.arms:
         for run in arm.runs:
-            seed = "" if run.seed is None else str(run.seed)
-            cells = [column.of_run(run) for column in _COLUMNS]
-            table.add_row(
-                arm.label, seed, *cells, run.audit_verdict or "none", style="dim" if len(arm.runs) > 1 else ""
-            )
-        if len(arm.runs) == 1:
-            continue
-        cells = [column.of_arm(arm) for column in _COLUMNS]
-        green = sum(run.audit_verdict == AuditVerdict.GREEN for run in arm.runs)
-        runs = len(arm.runs)
-        table.add_row(arm.label, f"{runs} runs", *cells, f"{green} of {runs} green", style="bold", end_section=True)
+            seed, style = "" if run.seed is None else str(run.seed), "dim" if len(arm.runs) > 1 else ""
+            table.add_row(arm.label, seed, *_cells([run]), run.audit_verdict or "none", style=style)
+        if (runs := len(arm.runs)) > 1:
+            green = f"{sum(run.audit_verdict == AuditVerdict.GREEN for run in arm.runs)} of {runs} green"
+            table.add_row(arm.label, f"{runs} runs", *_cells(arm.runs), green, style="bold", end_section=True)
     console.print(table)
     for difference in comparison.differences:
         console.print(Text(f"- {describe_difference(difference, name)}"), soft_wrap=not console.is_terminal)
@@ -177,34 +166,22 @@ def _notes(arms: Sequence[RunArm]) -> list[str]:
     return notes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
-    """One number of the table, for a run and for the mean over the runs of an arm."""
-
-    heading: str
-    value: Callable[[RunSummary], float | None]
-    show: Callable[[float], str | None]
-    with_error: bool = True
-
-    def of_run(self, run: RunSummary) -> str:
-        value = self.value(run)
-        return "" if value is None else self.show(value) or ""
-
-    def of_arm(self, arm: RunArm) -> str:
-        spread = spread_of([self.value(run) for run in arm.runs])
-        if spread is None:
-            return ""
-        return spread.text(self.show) if self.with_error else self.show(spread.mean) or ""
-
-
-_COLUMNS = (
-    _Column(
-        heading="{} before", value=lambda run: None if run.before is None else run.before.mean, show="{:.3f}".format
-    ),
-    _Column(heading="{} after", value=_score, show="{:.3f}".format),
-    _Column(heading="steps", value=lambda run: run.train_steps, show="{:.0f}".format),
-    _Column(heading="training", value=lambda run: run.training_seconds, show=duration, with_error=False),
-    _Column(heading="tokens", value=lambda run: run.trained_tokens, show=count, with_error=False),
-    _Column(heading="off-policy", value=lambda run: run.off_policy_share, show=percent),
-    _Column(heading="staleness", value=lambda run: run.mean_staleness, show="{:.2f}".format),
+_COLUMNS: tuple[tuple[str, Callable[[RunSummary], float | None], Callable[[float], str | None], bool], ...] = (
+    ("{} before", lambda run: None if run.before is None else run.before.mean, "{:.3f}".format, True),
+    ("{} after", _score, "{:.3f}".format, True),
+    ("steps", lambda run: run.train_steps, "{:.0f}".format, True),
+    ("training", lambda run: run.training_seconds, duration, False),
+    ("tokens", lambda run: run.trained_tokens, count, False),
+    ("off-policy", lambda run: run.off_policy_share, percent, True),
+    ("staleness", lambda run: run.mean_staleness, "{:.2f}".format, True),
 )
+"""Heading, value of a run, its text, and whether the mean over several runs has its standard error."""
+
+
+def _cells(runs: Sequence[RunSummary]) -> Iterator[str]:
+    """Yield the columns of one run, or their means over several runs."""
+    for _, value, show, with_error in _COLUMNS:
+        spread = spread_of([value(run) for run in runs])
+        text = "" if spread is None else show(spread.mean) or ""
+        error = None if spread is None or not with_error else spread.standard_error
+        yield text if error is None else f"{text} ± {show(error)}"

@@ -17,12 +17,12 @@ from typing import Any
 from rollmesh.config.load import run_file_text
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.file_writes import write_text
+from rollmesh.gateway.app import PAGE
 from rollmesh.gateway.archive import Archived, batch_page, readable_checkpoints, rows_of
 from rollmesh.gateway.models.items import BatchList, PolicyList
 from rollmesh.gateway.models.live import Overview, SnapshotEvent
 from rollmesh.gateway.models.overview import ApiModel, ResultLine, RunSettings
-from rollmesh.gateway.page_files import PAGE
-from rollmesh.gateway.run_reads import run_facts
+from rollmesh.gateway.read_routes import run_facts
 from rollmesh.gateway.trajectory_views import archived_detail, open_tokenizer
 from rollmesh.report.console import count
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -22,8 +22,7 @@ NOISE_STANDARD_ERRORS = 2.0
 """Number of standard errors below which a difference counts as noise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sentence:
+class Sentence(NamedTuple):
     """Statement about a run; ``bad`` marks problems."""
 
     text: str
@@ -32,19 +31,15 @@ class Sentence:
 
 def sentences(summary: RunSummary) -> tuple[Sentence, ...]:
     """Describe the run, most important sentences first."""
-    return (
-        *_progress(summary),
-        *_nothing_learned(summary),
-        *_evaluation(summary),
-        *_off_policy(summary),
-        *_drops(summary),
-        *_audit(summary),
-    )
+    parts = (_progress, _nothing_learned, _evaluation, _waste, _audit)
+    return tuple(sentence for part in parts for sentence in part(summary))
 
 
 def facts(summary: RunSummary) -> list[tuple[str, str]]:
     """Return (name, value) pairs of the known facts, for a table."""
     planned = f" of {summary.planned_steps}" if summary.planned_steps is not None else ""
+    sizes = summary.rollouts_per_group if len(summary.rollouts_per_group) > 1 else {}
+    factor, rounds = summary.mean_rate_factor, summary.rounds_per_group
     rows: list[tuple[str, str | None]] = [
         ("schedule", summary.preset),
         ("on a new version", summary.on_new_version),
@@ -64,10 +59,10 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("staleness", _staleness(summary)),
         ("masked tokens", ", ".join(f"{mask} {tokens:,}" for mask, tokens in summary.masked_tokens.items())),
         ("trajectories without a pass", count(summary.skipped_trajectories or None)),
-        ("mean factor on the learning rate", _formatted(summary.mean_rate_factor, ".3f")),
+        ("mean factor on the learning rate", None if factor is None else f"{factor:.3f}"),
         ("replayed trajectories", percent(summary.replayed_share)),
-        ("rounds per group", _formatted(summary.rounds_per_group, ".2f")),
-        ("trained groups by rollouts", _rollouts(summary)),
+        ("rounds per group", None if rounds is None else f"{rounds:.2f}"),
+        ("trained groups by rollouts", ", ".join(f"{groups:,} of {size}" for size, groups in sizes.items())),
         *_by_domain(summary),
         *((f"domain {name}", _domain(totals)) for name, totals in summary.domains.items()),
         ("audit", summary.audit_verdict),
@@ -87,12 +82,6 @@ def moment(point: EvaluationPoint, summary: RunSummary) -> str:
     return f"{duration(float(seconds))} into training"
 
 
-def _rollouts(summary: RunSummary) -> str | None:
-    """Describe the sizes of groups; None if all groups have the same."""
-    sizes = summary.rollouts_per_group
-    return ", ".join(f"{groups:,} of {size}" for size, groups in sizes.items()) if len(sizes) > 1 else None
-
-
 def _by_domain(summary: RunSummary) -> Iterator[tuple[str, str | None]]:
     """Yield score and reward of every domain."""
     points = [point for point in (summary.before, summary.after) if point is not None]
@@ -110,10 +99,6 @@ def _domain(totals: Mapping[str, int]) -> str:
     return f"{drawn:,} groups drawn, {completed:,} trajectories completed, {solved:,} solved{rate}, {tokens:,} tokens"
 
 
-def _formatted(value: float | None, spec: str) -> str | None:
-    return None if value is None else f"{value:{spec}}"
-
-
 def _point(point: EvaluationPoint | None) -> str | None:
     if point is None:
         return None
@@ -129,32 +114,32 @@ def _staleness(summary: RunSummary) -> str | None:
 
 def _progress(summary: RunSummary) -> Iterator[Sentence]:
     if summary.train_steps == 0:
-        yield Sentence(text="No train step has been recorded.", bad=True)
+        yield Sentence("No train step has been recorded.", bad=True)
         return
     elapsed = duration(summary.training_seconds)
     versions = "" if summary.policy_versions is None else f", {summary.policy_versions} policy versions were published"
     text = f"{summary.train_steps} train steps were completed{f' in {elapsed}' if elapsed else ''}{versions}."
     if summary.planned_steps is not None and not summary.finished:
-        yield Sentence(text=f"{text} The run is not finished: {summary.planned_steps} were planned.", bad=True)
+        yield Sentence(f"{text} The run is not finished: {summary.planned_steps} were planned.", bad=True)
     else:
-        yield Sentence(text=text)
+        yield Sentence(text)
 
 
 def _nothing_learned(summary: RunSummary) -> Iterator[Sentence]:
     if summary.unserved_after is not None:
         yield Sentence(
-            text=f"No policy version after {summary.unserved_after} was served: the logs of the generators say why. "
+            f"No policy version after {summary.unserved_after} was served: the logs of the generators say why. "
             "Lower trainer.learning_rate if they name values that are not finite.",
             bad=True,
         )
     if summary.skipped_updates:
         updates = f"{summary.skipped_updates} update{'s' * (summary.skipped_updates > 1)}"
         yield Sentence(
-            text=f"{updates} skipped, because the gradient was not finite; lower trainer.learning_rate.", bad=True
+            f"{updates} skipped, because the gradient was not finite; lower trainer.learning_rate.", bad=True
         )
     if summary.steps_of_equal_rewards and summary.steps_of_equal_rewards == summary.train_steps:
         yield Sentence(
-            text="Every reward of a batch was the same, at every train step: the verifier does not tell answers apart.",
+            "Every reward of a batch was the same, at every train step: the verifier does not tell answers apart.",
             bad=True,
         )
 
@@ -163,41 +148,36 @@ def _evaluation(summary: RunSummary) -> Iterator[Sentence]:
     name = summary.score_name.capitalize()
     if summary.gain is None or summary.before is None or summary.after is None:
         if summary.after is not None:
-            yield Sentence(text=f"{name} was evaluated once only: {_point(summary.after)}. No gain can be stated.")
+            yield Sentence(f"{name} was evaluated once only: {_point(summary.after)}. No gain can be stated.")
         else:
-            yield Sentence(text="No evaluation was recorded, so no gain is claimed.")
+            yield Sentence("No evaluation was recorded, so no gain is claimed.")
         return
     before, after, (difference, error) = summary.before, summary.after, summary.gain
     text = f"{name} on the evaluation prompts: {_point(before)} before, {_point(after)} after"
     if math.isnan(error):
-        yield Sentence(text=f"{text}; no standard error is known, so the difference is not judged.")
+        yield Sentence(f"{text}; no standard error is known, so the difference is not judged.")
     elif abs(difference) < NOISE_STANDARD_ERRORS * error:
-        yield Sentence(
-            text=f"{text}. The difference of {difference:+.3f} is within noise (standard error {error:.3f})."
-        )
+        yield Sentence(f"{text}. The difference of {difference:+.3f} is within noise (standard error {error:.3f}).")
     else:
         change = "gain" if difference > 0 else "loss"
-        yield Sentence(text=f"{text}: a {change} of {abs(difference):.3f} ± {error:.3f}.", bad=difference < 0)
+        yield Sentence(f"{text}: a {change} of {abs(difference):.3f} ± {error:.3f}.", bad=difference < 0)
     if after.requested_prompts > after.existing_prompts:
         shortage = fewer_prompts(after.requested_prompts, after.existing_prompts)
-        yield Sentence(text=f"{shortage[0].upper()}{shortage[1:]}.")
+        yield Sentence(f"{shortage[0].upper()}{shortage[1:]}.")
 
 
-def _off_policy(summary: RunSummary) -> Iterator[Sentence]:
+def _waste(summary: RunSummary) -> Iterator[Sentence]:
     if summary.off_policy_share is not None:
         yield Sentence(
-            text=f"{percent(summary.off_policy_share)} of the trained tokens were sampled from an older policy than "
+            f"{percent(summary.off_policy_share)} of the trained tokens were sampled from an older policy than "
             "the newest one at that time"
             + (f"; staleness was {_staleness(summary)}." if summary.mean_staleness is not None else ".")
         )
-
-
-def _drops(summary: RunSummary) -> Iterator[Sentence]:
     dropped = {reason: number for reason, number in summary.dropped.items() if number}
     if dropped:
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
-        yield Sentence(text=f"Groups dropped without being trained, by reason: {reasons}.")
-    yield from (Sentence(text=text) for text in lengths_of_waste(summary))
+        yield Sentence(f"Groups dropped without being trained, by reason: {reasons}.")
+    yield from map(Sentence, lengths_of_waste(summary))
 
 
 def lengths_of_waste(summary: RunSummary) -> Iterator[str]:
@@ -224,17 +204,17 @@ def _joined(numbers: tuple[int, ...]) -> str:
 def _audit(summary: RunSummary) -> Iterator[Sentence]:
     audit = summary.audit
     if audit is None:
-        yield Sentence(text="No audit was run, so nothing is claimed about lost or repeated groups.")
+        yield Sentence("No audit was run, so nothing is claimed about lost or repeated groups.")
         return
     verdict = _verdict("The audit is", audit, summary.audited_part)
-    yield Sentence(text=f"{verdict}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
+    yield Sentence(f"{verdict}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
     if summary.audited_part:
         yield Sentence(
-            text="The train steps after it have not been audited: continue the run, or run `rollmesh audit` again.",
+            "The train steps after it have not been audited: continue the run, or run `rollmesh audit` again.",
             bad=True,
         )
     for problem in (*audit.problems, *audit.unchecked):
-        yield Sentence(text=problem, bad=True)
+        yield Sentence(problem, bad=True)
 
 
 def verdict_line(audit: AuditResult, part: str = "") -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,6 @@ from rollmesh.mesh import WasteReason
 from rollmesh.report.audit_result import AuditResult, read_audit
 from rollmesh.report.recorded_run import Record, RecordedRun
 from rollmesh.report.series import (
-    EvaluationPoint,
     FloatArray,
     TimelineSeries,
     TrainSeries,
@@ -36,83 +34,158 @@ ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "cou
 """Verifiers that return 1 for a correct response and 0 otherwise; their mean is an accuracy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def summarise(run_folder: Path | RecordedRun) -> RunSummary:
+    """Summarise a complete or partial run folder. Raises DataError for a missing folder."""
+    return RunSummary(run_folder if isinstance(run_folder, RecordedRun) else RecordedRun(run_folder))
+
+
 class RunSummary:
     """Facts of one run; None for unknown values."""
 
-    folder: Path
-    name: str
-    preset: str | None
-    on_new_version: str | None
-    seed: int | None
-    planned_steps: int | None
-    train_steps: int
-    """Newest train step in metrics.jsonl."""
-    policy_versions: int | None
-    """Number of published versions, including the initial one."""
-    sessions: tuple[tuple[float, float], ...]
-    """Unix seconds of the first step's begin and the last step's end of every session."""
-    score_name: str
-    """``accuracy`` for all-or-nothing verifiers, else ``mean reward``."""
-    before: EvaluationPoint | None
-    """Evaluation of the oldest evaluated version; None if only one version was evaluated."""
-    after: EvaluationPoint | None
-    """Evaluation of the newest evaluated version."""
-    evaluations: tuple[EvaluationPoint, ...]
-    trained_tokens: int | None
-    generated_tokens: int | None
-    generated_per_second: float | None
-    goodput: float | None
-    """Trained tokens per generated token, from the last step report."""
-    reprefill_share: float | None
-    """Share of the computed context tokens that had been sampled before, 0..1."""
-    bubble_ratio: float | None
-    """Share of the slot time of serving generators without a running call, 0..1."""
-    rollout_bubble_ratio: float | None
-    """The same without the time of the trainer, if the schedule samples nothing meanwhile."""
-    off_policy_share: float | None
-    """Share of the trained tokens sampled from an older policy, 0..1."""
-    mean_staleness: float | None
-    largest_staleness: int | None
-    max_staleness: int | None
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    """Number of dropped groups by reason."""
-    begun_again: Mapping[str, int] = field(default_factory=dict)
-    """Number of groups that were restarted or set aside, by kind, at the last train step."""
-    surplus_tokens: int = 0
-    """Saved tokens of members that were cut off, at the last train step."""
-    dropped_share: tuple[float | None, ...] = ()
-    """Share of the groups that were dropped rather than trained, by length decile, the shortest first; None where no
-    group has left the queue."""
-    begun_again_by_decile: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The same groups by kind and by length decile of their longest member, the shortest first."""
-    surplus_by_decile: tuple[int, ...] = ()
-    """Members that were cut off by length decile, the shortest first."""
-    masked_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens that a mask took out of the loss, by mask; masks without any are omitted."""
-    skipped_trajectories: int = 0
-    """Trajectories without a pass, because their advantage is 0."""
-    skipped_updates: int = 0
-    """Updates that were skipped for a gradient that is not finite, over all train steps."""
-    steps_of_equal_rewards: int = 0
-    """Train steps in whose batch every reward was the same."""
-    unserved_after: int | None = None
-    """Newest policy version that a generator served, if two or more were published after it; else None."""
-    mean_rate_factor: float | None = None
-    """Mean factor of the update scale on the learning rate; None without one."""
-    rollouts_per_group: Mapping[int, int] = field(default_factory=dict)
-    """Number of trained groups by their scored trajectories."""
-    rounds_per_group: float | None = None
-    """Mean rounds of closed groups, at the last train step; None without rounds."""
-    replayed_share: float | None = None
-    """Mean share of replayed trajectories over all train steps; None without replay."""
-    reward_by_domain: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Mean shaped reward of the first and of the last train step that had prompts of this domain."""
-    domains: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Groups drawn, trajectories completed and solved, and tokens by domain, at the last train step."""
-    audit: AuditResult | None = None
-    missing: tuple[str, ...] = ()
-    """Descriptions of missing data of the folder."""
+    def __init__(self, run: RecordedRun) -> None:
+        """Read the whole run folder."""
+        config = run.config
+        self.folder = run.path
+        self.name = run.name
+        self.preset = None if config is None else config.schedule.preset
+        self.on_new_version = None if config is None else config.generator.on_new_version
+        self.seed = None if config is None else config.seed
+        self.planned_steps = None if config is None else config.trainer.train_steps
+        self.max_staleness = run.max_staleness
+        self.score_name = _score_name(run)
+        """``accuracy`` for all-or-nothing verifiers, else ``mean reward``."""
+        self.missing = run.missing()
+        """Descriptions of missing data of the folder."""
+        self.audit: AuditResult | None = None
+        try:
+            self.audit = read_audit(run.path)
+            if self.audit is None:
+                self.missing += ("audit.json: not written",)
+        except DataError as error:
+            self.missing += (str(error),)
+        records = (run.metrics.records, run.timeline.records, run.evaluations.records)
+        self.policy_versions = len(published_versions(*records)) or None
+        """Number of published versions, including the initial one."""
+        self.evaluations = evaluation_points(run.evaluations.records)
+        by_version = {point.policy_version: point for point in self.evaluations}
+        self.before = by_version[min(by_version)] if len(by_version) > 1 else None
+        """Newest evaluation of the oldest evaluated version; None if only one version was evaluated."""
+        self.after = by_version[max(by_version)] if by_version else None
+        """Newest evaluation of the newest evaluated version."""
+        steps = newest_per_step(run.metrics.records)
+        mesh: Mapping[str, Any] = (steps[-1].get("mesh") if steps else None) or {}
+        timeline = timeline_series(run.timeline.records)
+        self._add_training(run, train_series(run.metrics.records, run.timeline.records))
+        self._add_timeline(run, timeline, steps)
+        self._add_batches(steps, [record.get("batch") or {} for record in steps])
+        self._add_mesh(mesh, timeline.dropped)
+
+    def _add_training(self, run: RecordedRun, train: TrainSeries) -> None:
+        tokens = train["batch.trained_tokens"]
+        self.train_steps = int(train["train_step"][-1]) if len(train) else 0
+        """Newest train step in metrics.jsonl."""
+        self.sessions: tuple[tuple[float, float], ...] = tuple((begin, end) for begin, end in train.sessions.tolist())
+        """Unix seconds of the first step's begin and the last step's end of every session."""
+        self.trained_tokens = _of_known(tokens, lambda known: int(known.sum()))
+        self.goodput = _of_known(train["mesh.goodput"][-1:], lambda values: float(values[0]))
+        """Trained tokens per generated token, from the last step report."""
+        self.reprefill_share = _share(train["mesh.engines.reprefill_tokens"], train["mesh.engines.prefill_tokens"])
+        """Share of the computed context tokens that had been sampled before, 0..1."""
+        running, slots = (train[f"mesh.engines.{name}slot_seconds"] for name in ("running_", ""))
+        self.bubble_ratio = _bubble_ratio(running, slots)
+        """Share of the slot time of serving generators without a running call, 0..1."""
+        self.rollout_bubble_ratio: float | None = None
+        """The same without the time of the trainer, if the schedule samples nothing meanwhile, from the second train
+        step on, as in ``sim/figures.py``."""
+        if run.schedule is not None and len(train) > 1:
+            running, slots = running[1:], slots[1:]
+            if run.schedule.rests_while_training:
+                seconds = np.diff(seconds_of_training(train.sessions, train["time"]))
+                slots = slots * np.minimum(1.0, train["wait_seconds"][1:] / seconds)
+            self.rollout_bubble_ratio = _bubble_ratio(running, slots)
+        self.off_policy_share = _share(train["off_policy_token_share"] * tokens, tokens)
+        """Share of the trained tokens sampled from an older policy, 0..1; without step reports before token masks."""
+        if self.off_policy_share is None and self.audit is not None:
+            self.off_policy_share = self.audit.off_policy_token_share
+        self.mean_staleness = _of_known(train["staleness_mean"], lambda values: float(values.mean()))
+        self.largest_staleness = _of_known(train["batch.trajectory_staleness.max"], lambda values: int(values.max()))
+
+    def _add_timeline(self, run: RecordedRun, timeline: TimelineSeries, steps: Sequence[Record]) -> None:
+        self.generated_tokens = int(timeline.generated_tokens[-1]) if len(timeline) else None
+        seconds, tokens = np.diff(timeline.time), np.diff(timeline.generated_tokens)
+        total = seconds[tokens > 0].sum()
+        self.generated_per_second = float(tokens[tokens > 0].sum() / total) if total > 0 else None
+        """Tokens per second of the intervals with generated tokens, without idle time."""
+        served = [
+            version
+            for sample in run.timeline.records
+            for generator in sample.get("generators") or ()
+            if generator.get("serving") and (version := number(generator, "policy_version")) >= 0
+        ]
+        published = number(steps[-1], "policy_version") if steps else math.nan
+        self.unserved_after = int(max(served)) if served and published >= max(served) + 2 else None
+        """Newest policy version that a generator served, if two or more were published after it (the last one may be
+        too new); else None."""
+
+    def _add_batches(self, steps: Sequence[Record], batches: Sequence[Mapping[str, Any]]) -> None:
+        masked, rollouts = Counter[str](), Counter[int]()
+        for batch in batches:
+            masked.update(batch.get("masked_tokens", {}))
+            histogram = batch.get("rollouts_per_group", {}).get("histogram", {})
+            rollouts.update({int(count): groups for count, groups in histogram.items()})
+        rewards = [batch.get("reward_by_domain", {}) for batch in batches]
+        factors = [record.get("rate_factor", 1.0) for record in steps]
+        shares = [record.get("replayed_share", 0.0) for record in steps]
+        self.masked_tokens = {mask: tokens for mask, tokens in masked.items() if tokens}
+        """Tokens that a mask took out of the loss, by mask; masks without any are omitted."""
+        self.skipped_trajectories = sum(batch.get("skipped_trajectories", 0) for batch in batches)
+        """Trajectories without a pass, because their advantage is 0."""
+        self.skipped_updates = sum(record.get("skipped_updates", 0) for record in steps)
+        """Updates that were skipped for a gradient that is not finite, over all train steps."""
+        self.steps_of_equal_rewards = sum(batch.get("reward_std") == 0 for batch in batches)
+        """Train steps in whose batch every reward was the same."""
+        self.mean_rate_factor = float(np.mean(factors)) if any(factor != 1.0 for factor in factors) else None
+        """Mean factor of the update scale on the learning rate; None without one."""
+        self.rollouts_per_group = dict(sorted(rollouts.items()))
+        """Number of trained groups by their scored trajectories."""
+        self.replayed_share = float(np.mean(shares)) if any(shares) else None
+        """Mean share of replayed trajectories over all train steps; None without replay."""
+        self.reward_by_domain: dict[str, tuple[float, float]] = {
+            name: (seen[0], seen[-1])
+            for name in sorted({name for by_domain in rewards for name in by_domain})
+            if (seen := [by_domain[name] for by_domain in rewards if name in by_domain])
+        }
+        """Mean shaped reward of the first and of the last train step that had prompts of this domain."""
+
+    def _add_mesh(self, mesh: Mapping[str, Any], dropped: Mapping[str, int]) -> None:
+        """Add what the last step report tells of the mesh; ``dropped`` is what the timeline tells."""
+        audited = self.audit.dropped if self.audit is not None and not self.audited_part else {}
+        reported = {str(reason): int(groups) for reason, groups in mesh.get("dropped_groups", {}).items()}
+        self.dropped: Mapping[str, int] = audited or dropped or reported
+        """Number of dropped groups by reason."""
+        totals = mesh.get("totals", {})
+        kinds = {kind: totals.get(WASTE_TOTALS[kind], 0) for kind in (WasteReason.RESTARTED, WasteReason.SET_ASIDE)}
+        self.begun_again: dict[str, int] = {kind.replace("_", " "): count for kind, count in kinds.items() if count}
+        """Number of groups that were restarted or set aside, by kind."""
+        again = mesh.get("groups_begun_again_by_reason_and_length_decile", {})
+        self.begun_again_by_decile: dict[str, tuple[int, ...]] = {
+            kind.replace("_", " "): tuple(again.get(f"{kind}:{decile}", 0) for decile in range(10))
+            for kind, count in kinds.items()
+            if count and again
+        }
+        """The same groups by kind and by length decile of their longest member, the shortest first."""
+        self.surplus_tokens: int = mesh.get("wasted_tokens", {}).get(WasteReason.SURPLUS, 0)
+        """Saved tokens of members that were cut off."""
+        self.surplus_by_decile: tuple[int, ...] = tuple(mesh.get("surplus_members_by_length_decile", ()))
+        """Members that were cut off by length decile, the shortest first."""
+        shares = mesh.get("trained_share_by_length_decile", ())
+        self.dropped_share = tuple(None if share is None else 1 - share for share in shares)
+        """Share of the groups that were dropped rather than trained, by length decile, the shortest first; None where
+        no group has left the queue."""
+        self.rounds_per_group: float | None = mesh.get("rounds_per_group")
+        """Mean rounds of closed groups; None without rounds."""
+        self.domains: Mapping[str, Mapping[str, int]] = mesh.get("domains", {})
+        """Groups drawn, trajectories completed and solved, and tokens by domain."""
 
     @property
     def finished(self) -> bool:
@@ -122,7 +195,7 @@ class RunSummary:
     @property
     def audited_part(self) -> str:
         """Part of the run that the audit covers if train steps followed it, such as ``up to train step 20 of 35``."""
-        if self.audit is None or _is_newest(self.audit, self.train_steps):
+        if self.audit is None or self.audit.committed_step >= self.train_steps or not self.train_steps:
             return ""
         return f"up to train step {max(self.audit.committed_step, 0)} of {self.train_steps}"
 
@@ -147,194 +220,19 @@ class RunSummary:
         return self.after.mean - self.before.mean, error
 
 
-def summarise(run_folder: Path | RecordedRun) -> RunSummary:
-    """Summarise a complete or partial run folder. Raises DataError for a missing folder."""
-    folder = run_folder if isinstance(run_folder, RecordedRun) else RecordedRun(run_folder)
-    train = train_series(folder.metrics.records, folder.timeline.records)
-    timeline = timeline_series(folder.timeline.records)
-    evaluations = evaluation_points(folder.evaluations.records)
-    audit, audit_problem = _audit(folder.path)
-    config, steps = folder.config, newest_per_step(folder.metrics.records)
-    mesh: Mapping[str, Any] = (steps[-1].get("mesh") if steps else None) or {}
-    versions = published_versions(folder.metrics.records, folder.timeline.records, folder.evaluations.records)
-    before, after = _before_and_after(evaluations)
-    train_steps = int(train["train_step"][-1]) if len(train) else 0
-    newest_audit = audit if audit is not None and _is_newest(audit, train_steps) else None
-    return RunSummary(
-        folder=folder.path,
-        name=folder.name,
-        preset=config.schedule.preset if config is not None else None,
-        on_new_version=config.generator.on_new_version if config is not None else None,
-        seed=config.seed if config is not None else None,
-        planned_steps=config.trainer.train_steps if config is not None else None,
-        train_steps=train_steps,
-        policy_versions=len(versions) or None,
-        sessions=tuple(map(tuple, train.sessions.tolist())),
-        score_name=_score_name(folder),
-        before=before,
-        after=after,
-        evaluations=evaluations,
-        trained_tokens=_of_known(train["batch.trained_tokens"], lambda tokens: int(tokens.sum())),
-        generated_tokens=int(timeline.generated_tokens[-1]) if len(timeline) else None,
-        generated_per_second=_generated_per_second(timeline),
-        goodput=_of_known(train["mesh.goodput"][-1:], lambda values: float(values[0])),
-        reprefill_share=_share(train["mesh.engines.reprefill_tokens"], train["mesh.engines.prefill_tokens"]),
-        bubble_ratio=_bubble_ratio(train["mesh.engines.running_slot_seconds"], train["mesh.engines.slot_seconds"]),
-        rollout_bubble_ratio=_rollout_bubble_ratio(folder, train),
-        off_policy_share=_off_policy_share(train, audit),
-        mean_staleness=_of_known(train["staleness_mean"], lambda values: float(values.mean())),
-        largest_staleness=_of_known(train["batch.trajectory_staleness.max"], lambda values: int(values.max())),
-        max_staleness=folder.max_staleness,
-        dropped=_dropped(newest_audit, timeline, mesh),
-        **_fates(mesh),
-        **_left_out(folder, steps),
-        **_curriculum(mesh, steps),
-        audit=audit,
-        missing=folder.missing() + audit_problem,
-    )
-
-
-def _audit(path: Path) -> tuple[AuditResult | None, tuple[str, ...]]:
-    try:
-        audit = read_audit(path)
-    except DataError as error:
-        return None, (str(error),)
-    return audit, () if audit is not None else ("audit.json: not written",)
-
-
-def _is_newest(audit: AuditResult, train_steps: int) -> bool:
-    """Tell whether no recorded train step follows the audit."""
-    return audit.committed_step >= train_steps or not train_steps
-
-
-def _before_and_after(points: Sequence[EvaluationPoint]) -> tuple[EvaluationPoint | None, EvaluationPoint | None]:
-    """Return the newest evaluations of the oldest and of the newest evaluated version."""
-    if not points:
-        return None, None
-    by_version = {point.policy_version: point for point in points}
-    oldest, newest = by_version[min(by_version)], by_version[max(by_version)]
-    return (None, newest) if oldest is newest else (oldest, newest)
-
-
-def _score_name(folder: RecordedRun) -> str:
-    if folder.config is None:
+def _score_name(run: RecordedRun) -> str:
+    if run.config is None:
         return "mean reward"
-    data = folder.config.data
-    source = data.evaluation_source or data.source
+    source = run.config.data.evaluation_source or run.config.data.source
     # A generated task has its own verifier; the one in the run file applies to prompts without a verifier.
     generated = source.type in ("countdown", "reasoning_gym")
-    verifier = source.type if generated else folder.config.reward.verifier
+    verifier = source.type if generated else run.config.reward.verifier
     return "accuracy" if verifier in ALL_OR_NOTHING_VERIFIERS else "mean reward"
-
-
-def _generated_per_second(timeline: TimelineSeries) -> float | None:
-    """Compute the rate over the intervals with generated tokens, without idle time."""
-    if len(timeline) < 2:
-        return None
-    seconds, tokens = np.diff(timeline.time), np.diff(timeline.generated_tokens)
-    busy = tokens > 0
-    return float(tokens[busy].sum() / seconds[busy].sum()) if busy.any() and seconds[busy].sum() > 0 else None
 
 
 def _bubble_ratio(running_slot_seconds: FloatArray, slot_seconds: FloatArray) -> float | None:
     busy = _share(running_slot_seconds, slot_seconds)
     return None if busy is None else max(0.0, 1 - busy)
-
-
-def _rollout_bubble_ratio(folder: RecordedRun, train: TrainSeries) -> float | None:
-    """Return the idle share of the slots during rollout, as ``sim/figures.py`` does, from the second train step on."""
-    if folder.schedule is None or len(train) < 2:
-        return None
-    running, slots = (train[f"mesh.engines.{name}slot_seconds"][1:] for name in ("running_", ""))
-    if folder.schedule.rests_while_training:
-        seconds = np.diff(seconds_of_training(train.sessions, train["time"]))
-        slots = slots * np.minimum(1.0, train["wait_seconds"][1:] / seconds)
-    return _bubble_ratio(running, slots)
-
-
-def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | None:
-    """Return the share from the step reports, weighted by tokens; without them that of the audit, before masks."""
-    tokens = train["batch.trained_tokens"]
-    share = _share(train["off_policy_token_share"] * tokens, tokens)
-    return audit.off_policy_token_share if share is None and audit is not None else share
-
-
-def _dropped(audit: AuditResult | None, timeline: TimelineSeries, mesh: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return dropped groups by reason from the first available source: audit, timeline, last step report."""
-    if audit is not None and audit.dropped:
-        return audit.dropped
-    if timeline.dropped:
-        return timeline.dropped
-    return {str(reason): int(groups) for reason, groups in mesh.get("dropped_groups", {}).items()}
-
-
-def _fates(mesh: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields on groups that begin again, on surplus members and on drops by length, of the last report."""
-    totals = mesh.get("totals", {})
-    kinds = {kind: totals.get(WASTE_TOTALS[kind], 0) for kind in (WasteReason.RESTARTED, WasteReason.SET_ASIDE)}
-    again = mesh.get("groups_begun_again_by_reason_and_length_decile", {})
-    trained = mesh.get("trained_share_by_length_decile", ())
-    return {
-        "begun_again": {kind.replace("_", " "): count for kind, count in kinds.items() if count},
-        "begun_again_by_decile": {
-            kind.replace("_", " "): tuple(again.get(f"{kind}:{decile}", 0) for decile in range(10))
-            for kind, count in kinds.items()
-            if count and again
-        },
-        "surplus_tokens": mesh.get("wasted_tokens", {}).get(WasteReason.SURPLUS, 0),
-        "dropped_share": tuple(None if share is None else 1 - share for share in trained),
-        "surplus_by_decile": tuple(mesh.get("surplus_members_by_length_decile", ())),
-    }
-
-
-def _left_out(folder: RecordedRun, records: Sequence[Record]) -> dict[str, Any]:
-    """Return the fields on masks, skipped passes and the update scale, over all train steps."""
-    batches: list[Mapping[str, Any]] = [record.get("batch") or {} for record in records]
-    masked: Counter[str] = Counter()
-    for batch in batches:
-        masked.update(batch.get("masked_tokens", {}))
-    factors = [record.get("rate_factor", 1.0) for record in records]
-    return {
-        "skipped_updates": sum(record.get("skipped_updates", 0) for record in records),
-        "steps_of_equal_rewards": sum(batch.get("reward_std") == 0 for batch in batches),
-        "unserved_after": _unserved_after(folder, records),
-        "masked_tokens": {mask: tokens for mask, tokens in masked.items() if tokens},
-        "skipped_trajectories": sum(batch.get("skipped_trajectories", 0) for batch in batches),
-        "mean_rate_factor": float(np.mean(factors)) if any(factor != 1.0 for factor in factors) else None,
-    }
-
-
-def _unserved_after(folder: RecordedRun, steps: Sequence[Record]) -> int | None:
-    """Return the newest served version of a run whose later ones no generator served; the last one may be too new."""
-    served = [
-        version
-        for sample in folder.timeline.records
-        for generator in sample.get("generators") or ()
-        if generator.get("serving") and (version := number(generator, "policy_version")) >= 0
-    ]
-    published = number(steps[-1], "policy_version") if steps else math.nan
-    return int(max(served)) if served and published >= max(served) + 2 else None
-
-
-def _curriculum(mesh: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
-    """Return the fields on rounds, domains and replay."""
-    rollouts: Counter[int] = Counter()
-    for record in records:
-        histogram = (record.get("batch") or {}).get("rollouts_per_group", {}).get("histogram", {})
-        rollouts.update({int(count): groups for count, groups in histogram.items()})
-    rewards = [(record.get("batch") or {}).get("reward_by_domain", {}) for record in records]
-    shares = [record.get("replayed_share", 0.0) for record in records]
-    return {
-        "rollouts_per_group": dict(sorted(rollouts.items())),
-        "rounds_per_group": mesh.get("rounds_per_group"),
-        "replayed_share": float(np.mean(shares)) if any(shares) else None,
-        "domains": mesh.get("domains", {}),
-        "reward_by_domain": {
-            name: (seen[0], seen[-1])
-            for name in sorted({name for by_domain in rewards for name in by_domain})
-            if (seen := [by_domain[name] for by_domain in rewards if name in by_domain])
-        },
-    }
 
 
 def _share(part: FloatArray, whole: FloatArray) -> float | None:

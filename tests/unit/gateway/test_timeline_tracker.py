@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.gateway.models.live import RolloutSpan, Timeline, TimelineDelta
-from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
+from rollmesh.gateway.timeline_tracker import TimelineTracker
 from rollmesh.store.inspection import TrajectoryMark
 
 WORKERS = {"s1": "rollout-0", "s2": "rollout-1"}
@@ -96,10 +96,10 @@ def test_an_environment_that_was_lost_begins_again() -> None:
 def test_a_full_timeline_says_how_many_are_left_out_and_keeps_room_for_those_that_ended() -> None:
     lanes = TimelineTracker(16, 120.0)
     ids = [f"g.{i}" for i in range(100)]
-    taken = new_ids(ids, lanes)
+    taken = lanes.new_ids(ids)
     delta = lanes.update(1.0, {i: mark(i) for i in taken}, WORKERS, in_flight=100)
     assert (len(delta.changed), delta.left_out) == (12, 88)
-    assert new_ids(ids, lanes) == []
+    assert lanes.new_ids(ids) == []
     lanes.update(2.0, {i: mark(i, 3, 0, state="finished") for i in taken}, WORKERS, in_flight=88)
     assert len(lanes.timeline().rollouts) == 12
     assert lanes.room == 12

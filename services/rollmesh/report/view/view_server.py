@@ -12,11 +12,10 @@ from fastapi.responses import FileResponse, Response
 
 from rollmesh.checkpoints.sealing import known_token, link_with_token
 from rollmesh.config import RunConfig
-from rollmesh.gateway.app import EVENTS
+from rollmesh.gateway.app import EVENTS, mount_page
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models.overview import EndEvent
-from rollmesh.gateway.page_files import mount_page
-from rollmesh.gateway.read_routes import PREFIX, ReadRoutes
+from rollmesh.gateway.read_routes import PREFIX
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.view.recorded_reads import RecordedReads
 from rollmesh.runtime.api_app import api_app, no_check, token_check
@@ -63,7 +62,7 @@ def _app(run: RecordedRun, config: RunConfig, reads: RecordedReads, requests: Re
         "view",
         "A run that has ended, read from its run folder.",
         PREFIX,
-        [ReadRoutes(reads).router(check if config.gateway.token_for_reads else no_check, check)],
+        [reads.router(check if config.gateway.token_for_reads else no_check, check)],
         requests,
         hosts=accepted_hosts(config, _HOST),
         further_models=EVENTS,
