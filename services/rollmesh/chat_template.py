@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -80,10 +79,10 @@ class ChatTemplate:
                 f"message {len(messages) - 1} (role 'assistant'): a prompt cannot end with tool calls; add the tool's "
                 "message after them, or leave them out"
             )
-        marks = _Marks()
-        marked = [marks.add(at, m, is_begun and m is last) for at, m in enumerate(messages)]
+        places: dict[str, tuple[int, str]] = {}
+        marked = [_marked(m, at, places, is_begun=is_begun and m is last) for at, m in enumerate(messages)]
         rendered = self._render(marked, variables, answer=not is_begun)
-        for mark, (number, part) in marks.places.items():
+        for mark, (number, part) in places.items():
             if mark not in rendered:
                 raise self._lost(number, messages[number]["role"], part)
         if not is_begun:
@@ -147,37 +146,33 @@ class ChatTemplate:
             raise DataError(f"{self._folder}: the chat template is not valid: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    """Marks in copies of messages, one in each part that the rendering must contain."""
+def _marked(message: Message, number: int, places: dict[str, tuple[int, str]], *, is_begun: bool) -> Message:
+    """Return a copy of a message with a mark in each part that the rendering must contain; a begun answer may be empty.
 
-    places: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Number of the message and name of the part, by mark."""
+    ``places`` gets the number of the message and the name of the part, by mark.
+    """
 
-    def add(self, number: int, message: Message, is_begun: bool) -> Message:
-        """Return a copy of the message with a mark in each part; a begun answer may be empty."""
-        copy = dict(message)
-        for name in ("content", *_REASONING):
-            value = message.get(name)
-            if isinstance(value, str) and (value.strip() or (is_begun and name == "content")):
-                copy[name] = value + self._next(number, f"its {name}")
-        if message.get("tool_calls"):
-            calls = enumerate(message["tool_calls"])
-            copy["tool_calls"] = [self._add_call(call, number, f"its tool call {at}") for at, call in calls]
+    def mark(part: str) -> str:
+        found = _MARK.format(len(places))
+        places[found] = number, part
+        return found
+
+    def marked_call(call: Message, part: str) -> Message:
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": marked_call(call["function"], part)}
+        copy = {**call, "name": f"{call.get('name')}{mark(part)}"}
+        if call.get("arguments"):
+            copy["arguments"] = _with_argument(call["arguments"], mark(part))
         return copy
 
-    def _add_call(self, call: Message, number: int, part: str) -> Message:
-        if isinstance(call.get("function"), Mapping):
-            return {**call, "function": self._add_call(call["function"], number, part)}
-        marked = {**call, "name": f"{call.get('name')}{self._next(number, part)}"}
-        if call.get("arguments"):
-            marked["arguments"] = _with_argument(call["arguments"], self._next(number, part))
-        return marked
-
-    def _next(self, number: int, part: str) -> str:
-        mark = _MARK.format(len(self.places))
-        self.places[mark] = number, part
-        return mark
+    copy = dict(message)
+    for name in ("content", *_REASONING):
+        value = message.get(name)
+        if isinstance(value, str) and (value.strip() or (is_begun and name == "content")):
+            copy[name] = value + mark(f"its {name}")
+    if message.get("tool_calls"):
+        copy["tool_calls"] = [marked_call(call, f"its tool call {at}") for at, call in enumerate(message["tool_calls"])]
+    return copy
 
 
 def _with_argument(arguments: Any, mark: str) -> Any:
@@ -233,7 +228,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _today
+    environment.globals["strftime_now"] = _TODAY.strftime
     return environment
 
 
@@ -244,7 +239,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _today(pattern: str) -> str:
-    return _TODAY.strftime(pattern)

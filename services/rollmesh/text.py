@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -46,61 +46,40 @@ class Tokenizer:
             raise DataError(f"{path}: not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._settings = _read_json(self._folder / "tokenizer_config.json")
-        self._model_config = _read_json(self._folder / "config.json")
+        settings = _read_json(self._folder / "tokenizer_config.json")
+        model_config = _read_json(self._folder / "config.json")
         self._special_tokens = {
-            name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(self._settings.get(name))) is not None
+            name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(settings.get(name))) is not None
         }
         known = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._token_count = max(known.values(), default=-1) + 1
-        self._vocab_size = int(_text_config(self._model_config).get("vocab_size") or self._token_count)
-        named = self._find_eos_token_ids()
-        self._eos_token_ids = tuple(i for i in named if 0 <= i < self._vocab_size)
-        self._ignored_eos_token_ids = tuple(i for i in named if i not in self._eos_token_ids)
-        template = _read_chat_template(self._folder, self._settings)
-        self._has_chat_template = bool(template)
-        self._chat_template = ChatTemplate(template, self._folder, self._special_tokens)
-        printed = json.dumps([template, self._special_tokens], sort_keys=True).encode()
-        digests = [hashlib.sha256(part).hexdigest()[:16] for part in (content, printed)]
-        ends = " ".join(map(str, self._eos_token_ids)) or "none"
-        self._content = "tokenizer {}, chat template {}, end tokens {}".format(*digests, ends)
-
-    @property
-    def vocab_size(self) -> int:
+        token_count = max(known.values(), default=-1) + 1
+        self.vocab_size = int(_text_config(model_config).get("vocab_size") or token_count)
         """Number of token ids of the model; ids in [0, vocab_size) are valid.
 
         The embedding size of ``config.json`` has priority: models pad the embedding, and a padding id can be sampled.
         """
-        return self._vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
+        named = self._find_eos_token_ids(model_config)
+        self.eos_token_ids = tuple(i for i in named if 0 <= i < self.vocab_size)
         """Ids that end a turn, ascending: from generation_config.json (else config.json) and the tokenizer."""
-        return self._eos_token_ids
-
-    @property
-    def ignored_eos_token_ids(self) -> tuple[int, ...]:
+        self.ignored_eos_token_ids = tuple(i for i in named if i not in self.eos_token_ids)
         """Ids that the model folder names as ends of a turn, but that have no embedding: none can be sampled."""
-        return self._ignored_eos_token_ids
+        template = _read_chat_template(self._folder, settings)
+        self.has_chat_template = bool(template)
+        self._chat_template = ChatTemplate(template, self._folder, self._special_tokens)
+        printed = json.dumps([template, self._special_tokens], sort_keys=True).encode()
+        digests = [hashlib.sha256(part).hexdigest()[:16] for part in (content, printed)]
+        ends = " ".join(map(str, self.eos_token_ids)) or "none"
+        self.content = "tokenizer {}, chat template {}, end tokens {}".format(*digests, ends)
+        """Digests of tokenizer.json and of the chat template with its special tokens, and the end tokens.
 
-    @property
-    def has_chat_template(self) -> bool:
-        """True if the model folder has a chat template."""
-        return self._has_chat_template
+        With an equal content, texts have equal tokens and answers equal ends.
+        """
 
     @property
     def unknown_token_id(self) -> int | None:
         """Id of words outside of the vocabulary; None for a tokenizer that splits every word into known parts."""
         name = self._special_tokens.get("unk_token")
         return None if name is None else self._tokenizer.token_to_id(name)
-
-    @property
-    def content(self) -> str:
-        """Digests of tokenizer.json and of the chat template with its special tokens, and the end tokens.
-
-        With an equal content, texts have equal tokens and answers equal ends.
-        """
-        return self._content
 
     def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Encode text to int32 [tokens].
@@ -180,9 +159,9 @@ class Tokenizer:
         """Raise DataError for a variable that the chat template does not read, or that is not the caller's to set."""
         self._chat_template.check_variables(names, field)
 
-    def _find_eos_token_ids(self) -> tuple[int, ...]:
+    def _find_eos_token_ids(self, model_config: Mapping[str, Any]) -> tuple[int, ...]:
         generation = _read_json(self._folder / "generation_config.json")
-        found = generation.get("eos_token_id", _text_config(self._model_config).get("eos_token_id"))
+        found = generation.get("eos_token_id", _text_config(model_config).get("eos_token_id"))
         named = [i for i in (found if isinstance(found, list) else [found]) if i is not None]
         if any(not isinstance(i, int) for i in named):
             raise DataError(f"{self._folder}: eos_token_id={found!r} must be a token id, or a list of them")
@@ -193,10 +172,10 @@ class Tokenizer:
         return tuple(sorted(ids))
 
     def _check_range(self, ids: npt.NDArray[Any]) -> None:
-        wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if len(wrong):
             at = int(wrong[0])
-            limits = f"[0, {self._vocab_size})"
+            limits = f"[0, {self.vocab_size})"
             raise DataError(f"token_ids[{at}]: id {int(ids[at])} is outside the vocabulary {limits} of {self._folder}")
 
 
@@ -231,12 +210,7 @@ def _read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    return next(_templates(settings.get("chat_template")), "")
-
-
-def _templates(value: Any) -> Iterator[str]:
-    """Yield the template, or the template named ``default`` of a list."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        yield from (t["template"] for t in value if isinstance(t, dict) and t.get("name") == "default")
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        found = next((t["template"] for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
+    return found if isinstance(found, str) else ""

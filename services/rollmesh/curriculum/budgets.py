@@ -24,17 +24,17 @@ def load_budget(field: str, name: str, options: Mapping[str, Any], *, most: int,
     if name == "constant":
         BUDGETS.complete_options(name, options, f"{field}_options")
         return None
-    budget = BUDGETS.bind(name, options, _problem_of_budget, of_field=field)
+
+    def problem(found: object, _: int) -> str:
+        return "" if type(found) is int and found > 0 else f"{found!r}; expected an int above 0"
+
+    budget = BUDGETS.bind(name, options, problem, of_field=field)
     for step in range(train_steps if is_own(name) else 0):
         try:
             budget(step)
         except DataError as error:
             raise ConfigError(f"{error} (train step {step})") from error
     return lambda train_step: min(budget(train_step), most)
-
-
-def _problem_of_budget(found: object, train_step: int) -> str:
-    return "" if type(found) is int and found > 0 else f"{found!r}; expected an int above 0"
 
 
 def cosine(train_step: int, *, shortest: int, longest: int, period: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rollmesh.types import Batch, Group, SegmentSource, Trajectory
+from rollmesh.types import Batch, SegmentSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +34,19 @@ def replay_candidates(batch: Batch, version_train_steps: Mapping[int, int]) -> l
     A group without a reward is left out, and so is one with tokens of a version that is not in ``version_train_steps``,
     because its staleness is unknown.
     """
-    found = [_candidate(batch.train_step, group, version_train_steps) for group in batch.groups]
-    return [candidate for candidate in found if candidate is not None]
-
-
-def _candidate(train_step: int, group: Group, version_train_steps: Mapping[int, int]) -> ReplayCandidate | None:
-    scored = [t for t in group.trajectories if t.outcome is not None]
-    versions = {version for t in scored for version in _versions(t)}
-    if not versions or not versions <= version_train_steps.keys():
-        return None
-    return ReplayCandidate(
-        train_step=train_step,
-        group_id=group.group_id,
-        oldest=min(version_train_steps[version] for version in versions),
-        # Divided first: the sum of finite rewards may not be finite, and an audit reads what it finds.
-        reward=math.fsum(t.shaped_reward / len(scored) for t in scored),
-    )
-
-
-def _versions(trajectory: Trajectory) -> set[int]:
-    return {s.policy_version for s in trajectory.segments if s.source is SegmentSource.POLICY and len(s)}
+    found = []
+    for group in batch.groups:
+        scored = [t for t in group.trajectories if t.outcome is not None]
+        written = [s for t in scored for s in t.segments if s.source is SegmentSource.POLICY and len(s)]
+        versions = {segment.policy_version for segment in written}
+        if versions and versions <= version_train_steps.keys():
+            oldest = min(version_train_steps[version] for version in versions)
+            # Divided first: the sum of finite rewards may not be finite, and an audit reads what it finds.
+            reward = math.fsum(t.shaped_reward / len(scored) for t in scored)
+            found.append(
+                ReplayCandidate(train_step=batch.train_step, group_id=group.group_id, oldest=oldest, reward=reward)
+            )
+    return found
 
 
 def draw_replay(

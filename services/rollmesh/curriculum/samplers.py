@@ -43,13 +43,13 @@ def load_sampler(config: CurriculumConfig) -> PromptSampler | None:
     """
     if config.sampler == ORDER:
         return None
-    function = SAMPLERS.bind(config.sampler, config.sampler_options, _problem_of_row)
+
+    def problem(row: Any, *_: object) -> str:
+        is_number = hasattr(row, "__index__") and not isinstance(row, bool | np.bool_)
+        return "" if is_number else f"{row!r} instead of the number of a row"
+
+    function = SAMPLERS.bind(config.sampler, config.sampler_options, problem)
     return PromptSampler(name=config.sampler, function=function)
-
-
-def _problem_of_row(row: Any, *inputs: Any) -> str:
-    is_number = hasattr(row, "__index__") and not isinstance(row, bool | np.bool_)
-    return "" if is_number else f"{row!r} instead of the number of a row"
 
 
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.1, 10.0
@@ -133,11 +133,9 @@ def difficulty(
     unseen: float,
 ) -> int:
     """Draw a row in proportion to ``exp(-|solve rate - target| / temperature)``."""
-
-    def weigh(rows: Int64Array) -> Float64Array:
-        return target_weights(solve_rates(history, rows), target, temperature)
-
-    return choose_row(draw, prompts, history, unseen, weigh)
+    return choose_row(
+        draw, prompts, history, unseen, lambda rows: target_weights(solve_rates(history, rows), target, temperature)
+    )
 
 
 def target_weights(rates: Float64Array, target: float, temperature: float) -> Float64Array:
@@ -199,11 +197,7 @@ def band(
 
 def unsolved(draw: Draw, prompts: PromptTable, history: History, train_step: int, *, unseen: float) -> int:
     """Draw a row in proportion to ``1 - solve rate``."""
-
-    def weigh(rows: Int64Array) -> Float64Array:
-        return 1.0 - solve_rates(history, rows)
-
-    return choose_row(draw, prompts, history, unseen, weigh)
+    return choose_row(draw, prompts, history, unseen, lambda rows: 1.0 - solve_rates(history, rows))
 
 
 Weigh = Callable[[Int64Array], Float64Array]

@@ -33,11 +33,11 @@ def load_shaper(name: str, options: Mapping[str, Any]) -> GroupShaper:
     A user's function takes the group, the records and its options as keywords; a result that does not fit the group
     raises DataError.
     """
-    return SHAPERS.bind(name, options, _problem_of_closing)
 
+    def problem(closing: object, group: GroupOutcome, _: object) -> str:
+        return f"{found} for group {group.group_id}" if (found := _problem(closing, group)) else ""
 
-def _problem_of_closing(closing: object, group: GroupOutcome, *_: object) -> str:
-    return f"{problem} for group {group.group_id}" if (problem := _problem(closing, group)) else ""
+    return SHAPERS.bind(name, options, problem)
 
 
 def _problem(closing: object, group: GroupOutcome) -> str:
@@ -119,11 +119,11 @@ def dot(
     """
     members = group.members
     if len(members) < 2 or not all(member.outcome > 0 for member in members):
-        return Closing(shaped_rewards=tuple(member.shaped_reward for member in members))
+        return unshaped(group, records)
     limit = longest_kept([member.token_count for member in members], alpha)
     cut = [member.token_count - limit >= least_excess for member in members]
     if not any(cut):
-        return Closing(shaped_rewards=tuple(member.shaped_reward for member in members))
+        return unshaped(group, records)
     return Closing(
         shaped_rewards=tuple(
             member.shaped_reward + (truncated_reward - member.outcome if is_cut else 0.0)

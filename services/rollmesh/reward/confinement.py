@@ -164,20 +164,17 @@ class IsolationLevel:
 
 def probe_worker(confinement: WorkerConfinement, birth: int) -> dict[str, object]:
     """Test the limits of this worker process; returns JSON values."""
+    memory_limited = True
+    with suppress(OSError, OverflowError, ValueError):
+        mmap.mmap(-1, 2 * confinement.memory_limit_bytes).close()
+        memory_limited = False
     return {
         "uid": os.getuid(),
         "own_uid": os.getuid() == confinement.uid(birth),
-        "memory_limited": not _can_reserve(2 * confinement.memory_limit_bytes),
+        "memory_limited": memory_limited,
         "processes_limited": not _can_fork_at_the_limit(),
         "code": asdict(probe_sandbox()),
     }
-
-
-def _can_reserve(size: int) -> bool:
-    with suppress(OSError, OverflowError, ValueError):
-        mmap.mmap(-1, size).close()
-        return True
-    return False
 
 
 def _can_fork_at_the_limit() -> bool:
@@ -210,7 +207,10 @@ def start_orphan_reaper(confinement: WorkerConfinement, inherited: int) -> int |
         try:
             os.close(inherited)
             os.setsid()
-            _kill_leftovers(confinement, _wait_for_exit(template))
+            kernel.die_with_parent(_EXIT_SIGNAL)
+            while os.getppid() == template:
+                signal.sigwait({_EXIT_SIGNAL})
+            _kill_leftovers(confinement, time.time())
         finally:
             os._exit(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {_EXIT_SIGNAL})
@@ -225,15 +225,8 @@ def stop_orphan_reaper(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _wait_for_exit(template: int) -> float:
-    """Wait for the template's exit; returns its time in Unix seconds."""
-    kernel.die_with_parent(_EXIT_SIGNAL)
-    while os.getppid() == template:
-        signal.sigwait({_EXIT_SIGNAL})
-    return time.time()
-
-
 def _kill_leftovers(confinement: WorkerConfinement, end: float) -> None:
+    """Kill what the workers of a template have started that ended at ``end`` (Unix seconds)."""
     uids = {confinement.uid(birth) for birth in range(identity.SLOTS_PER_PROCESS)}
     quiet = 0
     for _ in range(_SCANS):

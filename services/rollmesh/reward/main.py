@@ -14,15 +14,14 @@ from rollmesh.reward.confinement import IsolationLevel
 from rollmesh.reward.messages import worker_spec
 from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.reward.reward_service import SERVICE_NAME, RewardService, Scoring
-from rollmesh.reward.scored_answer import InlineVerifier, Judge, RewardHandler, answer_marker, build_judge, is_judge
+from rollmesh.reward.scored_answer import InlineVerifier, Judge, RewardHandler, answer_marker, is_judge
 from rollmesh.reward.worker_pool import WorkerDied, WorkerPool, WorkerTimedOut
 from rollmesh.runtime.addresses import advertised, bind_host, host_port
 from rollmesh.runtime.grpc import HealthReporter, create_server
-from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.service_host import service_host
-from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, AsyncVerifier, build_verifier
 from rollmesh.text import Tokenizer
 
 _BEAT_SECONDS = 2.0
@@ -70,21 +69,26 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, inline: bo
         host.publish(grpc=advertised(config, port))
         await reporter.set_serving(True)
         host.health.set_ready(True)
-        await _until_shutdown(shutdown, failure, host.health)
+        host.health.watch("reward", _DEADLINE_SECONDS)
+        while not await wait_or_shutdown(shutdown, _BEAT_SECONDS):
+            if failure.done():
+                failure.result()
+            host.health.beat("reward")
 
 
 async def _open_judges(config: RunConfig, stack: AsyncExitStack, *, inline: bool) -> dict[str, Judge | InlineVerifier]:
     """Build the run's verifier if it is asynchronous or runs in this process."""
     reward, tokenizer = config.reward, Tokenizer(resolve_model(config.model.path))
     marker = answer_marker(tokenizer, reward.answer_after, config.data.chat_template_kwargs)
-    judge: Judge | InlineVerifier | None
-    if inline:
-        verifiers = {reward.verifier: build_verifier(reward.verifier, reward.options)}
-        judge = InlineVerifier(RewardHandler(tokenizer, verifiers, reward.verifier, marker))
-    else:
-        judge = build_judge(reward, tokenizer, marker)
-    if judge is None:
+    if not inline and not is_judge(reward.verifier):
         return {}
+    verifier = build_verifier(reward.verifier, reward.options)
+    judge: Judge | InlineVerifier
+    if inline:
+        judge = InlineVerifier(RewardHandler(tokenizer, {reward.verifier: verifier}, reward.verifier, marker))
+    else:
+        assert isinstance(verifier, AsyncVerifier)
+        judge = Judge(reward, verifier, tokenizer, marker)
     stack.push_async_callback(judge.aclose)
     return {reward.verifier: judge}
 
@@ -102,14 +106,6 @@ async def _measure_isolation(pool: WorkerPool, metrics: RewardMetrics) -> None:
         get_logger("reward").warning("code_cannot_run", message="no answer in Python can be scored on this machine")
     elif remaining := level.code.remaining():
         get_logger("reward").warning("code_is_confined_in_part", code_can="; ".join(remaining))
-
-
-async def _until_shutdown(shutdown: Shutdown, failure: asyncio.Future[None], health: Health) -> None:
-    health.watch("reward", _DEADLINE_SECONDS)
-    while not await wait_or_shutdown(shutdown, _BEAT_SECONDS):
-        if failure.done():
-            failure.result()
-        health.beat("reward")
 
 
 def _fail(failure: asyncio.Future[None], error: BaseException) -> None:

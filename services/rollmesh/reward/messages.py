@@ -56,22 +56,7 @@ class WorkerSpec:
 
 def worker_spec(config: RunConfig) -> WorkerSpec:
     """Build the spec of a run; raises ConfigError if the model folder is missing."""
-    required, optional = needed_verifiers(config)
-    return WorkerSpec(
-        tokenizer_folder=str(resolve_model(config.model.path)),
-        default_verifier=config.reward.verifier,
-        default_options=config.reward.options,
-        required_verifiers=required,
-        optional_verifiers=optional,
-        answer_after=config.reward.answer_after,
-        template_variables=config.data.chat_template_kwargs,
-        timeout_seconds=config.reward.timeout_seconds,
-        memory_limit_bytes=config.reward.memory_limit_bytes,
-    )
-
-
-def needed_verifiers(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of verifiers that this run's prompts may name, without the default: (required, optional)."""
+    default = config.reward.verifier
     required: set[str] = set()
     optional: set[str] = set()
     for source in config.data.sources.values():
@@ -79,9 +64,17 @@ def needed_verifiers(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...
             required.add(source.task_verifier)
         elif source.rows_name_verifiers:
             optional |= {name for name, row in BUILT_IN.items() if not row.needs_options}
-    required.discard(config.reward.verifier)
-    optional -= required | {config.reward.verifier}
-    return tuple(sorted(required)), tuple(sorted(optional))
+    return WorkerSpec(
+        tokenizer_folder=str(resolve_model(config.model.path)),
+        default_verifier=default,
+        default_options=config.reward.options,
+        required_verifiers=tuple(sorted(required - {default})),
+        optional_verifiers=tuple(sorted(optional - required - {default})),
+        answer_after=config.reward.answer_after,
+        template_variables=config.data.chat_template_kwargs,
+        timeout_seconds=config.reward.timeout_seconds,
+        memory_limit_bytes=config.reward.memory_limit_bytes,
+    )
 
 
 class FrameError(Exception):

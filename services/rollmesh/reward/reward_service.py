@@ -145,26 +145,25 @@ class Scoring:
             self._metrics.running.dec()
         known = name in self._judges or name in self._pool.timeout_means_wrong
         self._metrics.scored(name if known else _UNKNOWN, outcome, time.monotonic() - start)
-        self._log_failure(name, outcome)
-        self._check_verifier(name, outcome)
-        return outcome
-
-    def _log_failure(self, name: str, outcome: RewardOutcome) -> None:
-        """Log the first few distinct reasons for answers without a value; the metrics count all answers."""
-        message = outcome.message[:_MAX_LOGGED_CHARACTERS]
-        if outcome.kind is OutcomeKind.SCORED or message in self._logged or len(self._logged) >= _MAX_LOGGED_REASONS:
-            return
-        self._logged.add(message)
-        get_logger("reward").warning(
-            "answer_without_value", verifier=name[:_MAX_LOGGED_CHARACTERS], outcome=outcome.kind.value, message=message
-        )
-
-    def _check_verifier(self, name: str, outcome: RewardOutcome) -> None:
-        """Report a verifier that has never scored an answer, because the run would consume prompts without training."""
-        if self._failures is None:
-            return
         if outcome.kind is OutcomeKind.SCORED:
             self._failures = None
+        else:
+            self._note_failure(name, outcome)
+        return outcome
+
+    def _note_failure(self, name: str, outcome: RewardOutcome) -> None:
+        """Log the first few distinct reasons for answers without a value; the metrics count all answers.
+
+        Report a verifier that has never scored an answer, because the run would consume prompts without training.
+        """
+        message = outcome.message[:_MAX_LOGGED_CHARACTERS]
+        if message not in self._logged and len(self._logged) < _MAX_LOGGED_REASONS:
+            self._logged.add(message)
+            shown = name[:_MAX_LOGGED_CHARACTERS]
+            get_logger("reward").warning(
+                "answer_without_value", verifier=shown, outcome=outcome.kind.value, message=message
+            )
+        if self._failures is None:
             return
         self._failures += 1
         if self._failures == UNSCORED_ANSWER_LIMIT:

@@ -20,7 +20,6 @@ from rollmesh.tasks.verifiers.verifier_protocol import (
     BUILT_IN,
     AsyncVerifier,
     Verifier,
-    build_verifier,
     checked_reward,
     reads_answers,
 )
@@ -119,15 +118,6 @@ class Judge:
 def is_judge(name: str) -> bool:
     """Return True for a built-in verifier that waits for an external reply; user code runs in confined processes."""
     return name in BUILT_IN and BUILT_IN[name].is_judge
-
-
-def build_judge(reward: RewardConfig, tokenizer: Tokenizer, marker: str | None) -> Judge | None:
-    """Build the judge of a run, or return None if its verifier is synchronous and runs in the pool."""
-    if not is_judge(reward.verifier):
-        return None
-    verifier = build_verifier(reward.verifier, reward.options)
-    assert isinstance(verifier, AsyncVerifier)
-    return Judge(reward, verifier, tokenizer, marker)
 
 
 def answer_marker(tokenizer: Tokenizer, given: str | None, template_variables: Mapping[str, Any]) -> str | None:

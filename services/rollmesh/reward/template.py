@@ -35,7 +35,7 @@ from rollmesh.reward.messages import LARGEST_REQUEST_BYTES, PROBE, WorkerSpec, f
 from rollmesh.reward.scored_answer import RewardHandler, answer_marker
 from rollmesh.tasks.sandbox import kernel
 from rollmesh.tasks.sandbox.command import clear_leftovers, remove_folders_of
-from rollmesh.tasks.verifiers.verifier_protocol import Verifier, build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 from rollmesh.text import Tokenizer
 
 _LONGEST_LINE = 1 << 20
@@ -73,26 +73,23 @@ class Template:
                 if wakeup in ready:
                     wakeup.recv(4096)
                     self._reap()
-                if self._control in ready and not self._handle_requests():
+                if self._control not in ready:
+                    continue
+                data, descriptors, _, _ = socket.recv_fds(self._control, _LONGEST_LINE, _SPAWNS_AT_ONCE)
+                if not data:
                     break
+                self._descriptors += descriptors
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                for line in lines:
+                    request = json.loads(line)
+                    if request["op"] == "spawn":
+                        self._spawn(socket.socket(fileno=self._descriptors.pop(0)), int(request["slot"]))
+                    elif request["pid"] in self._workers:
+                        self._kill(request["pid"])
         for pid in list(self._workers):
             self._kill(pid)
         if self._reaper is not None:
             stop_orphan_reaper(self._reaper)
-
-    def _handle_requests(self) -> bool:
-        """Handle the requests of the service; return False once it has closed the connection."""
-        data, descriptors, _, _ = socket.recv_fds(self._control, _LONGEST_LINE, _SPAWNS_AT_ONCE)
-        self._descriptors += descriptors
-        self._unread += data
-        *lines, self._unread = self._unread.split(b"\n")
-        for line in lines:
-            request = json.loads(line)
-            if request["op"] == "spawn":
-                self._spawn(socket.socket(fileno=self._descriptors.pop(0)), int(request["slot"]))
-            elif request["pid"] in self._workers:
-                self._kill(request["pid"])
-        return bool(data)
 
     def _spawn(self, connection: socket.socket, slot: int) -> None:
         # A uid is not reused soon, so that dying processes of a killed worker do not count against the next worker.
@@ -174,19 +171,6 @@ def _send(control: socket.socket, message: Mapping[str, Any]) -> None:
         return  # the service has closed the connection; the next read detects it
 
 
-def load_verifiers(spec: WorkerSpec) -> dict[str, Verifier]:
-    """Load every verifier that the run's prompts may name; raises ConfigError if a required one is unavailable."""
-    verifiers = {spec.default_verifier: build_verifier(spec.default_verifier, spec.default_options)}
-    for name in spec.required_verifiers:
-        verifiers[name] = build_verifier(name, {})
-    for name in spec.optional_verifiers:
-        try:
-            verifiers[name] = build_verifier(name, {})
-        except ConfigError as error:
-            print(f"verifier {name} is not available: {error}", file=sys.stderr)
-    return verifiers
-
-
 def main(descriptor: int) -> None:
     """Load the verifiers, report the result, and fork workers on request."""
     with suppress(OSError):
@@ -198,7 +182,14 @@ def main(descriptor: int) -> None:
     try:
         tokenizer = Tokenizer(spec.tokenizer_folder)
         marker = answer_marker(tokenizer, spec.answer_after, spec.template_variables)
-        verifiers = load_verifiers(spec)
+        verifiers = {spec.default_verifier: build_verifier(spec.default_verifier, spec.default_options)}
+        for name in spec.required_verifiers:
+            verifiers[name] = build_verifier(name, {})
+        for name in spec.optional_verifiers:
+            try:
+                verifiers[name] = build_verifier(name, {})
+            except ConfigError as error:
+                print(f"verifier {name} is not available: {error}", file=sys.stderr)
     except RollmeshError as error:
         _send(control, {"op": "failed", "error": type(error).__name__, "message": str(error)})
         return

@@ -152,7 +152,7 @@ class WorkerPool:
         if worker is not None:
             if not worker.closed:
                 return worker
-            if not worker.ended:
+            if worker.exit is None:
                 self._metrics.replaced.labels(reason="retired").inc()
                 await worker.end()
         return await self._open(slot)
@@ -213,7 +213,8 @@ class WorkerConnection(asyncio.Protocol):
         self.pid = pid
         self.closed = False
         """True once the worker has exited or must not be used any more."""
-        self._ended: str | None = None
+        self.exit: str | None = None
+        """Description of its exit, once ``end`` has completed."""
 
     @staticmethod
     async def open(template: TemplateProcess, slot: int) -> WorkerConnection:
@@ -259,18 +260,13 @@ class WorkerConnection(asyncio.Protocol):
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
-        if self._ended is None:
+        if self.exit is None:
             status = await self._template.end(self.pid, grace_seconds)
             if status is None:
-                self._ended = "its template process has ended"
+                self.exit = "its template process has ended"
             else:
-                self._ended = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return self._ended
-
-    @property
-    def ended(self) -> bool:
-        """True once ``end`` has completed."""
-        return self._ended is not None
+                self.exit = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return self.exit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not subclass it

@@ -11,8 +11,7 @@ from typing import Any
 
 from rollmesh.config.data import ReasoningGymSource
 from rollmesh.errors import ConfigError, DataError, VerifierError
-from rollmesh.tasks.sources.row import Row, RowFormat, prompt_from_row
-from rollmesh.tasks.sources.rows import FinitePrompts
+from rollmesh.tasks.sources.rows import FinitePrompts, Row, RowFormat, prompt_from_row
 from rollmesh.tasks.sources.source_protocol import SourceRows, SourceSettings
 from rollmesh.tasks.verifiers.extraction import last_tag
 from rollmesh.types import Prompt

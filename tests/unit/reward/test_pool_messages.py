@@ -20,7 +20,6 @@ from rollmesh.reward.messages import (
     FrameError,
     WorkerSpec,
     frame,
-    needed_verifiers,
     receive_frame,
     worker_spec,
 )
@@ -68,7 +67,8 @@ def run_config(folder: Path, data: dict[str, Any], verifier: str) -> RunConfig:
 def test_a_run_loads_the_verifiers_that_its_prompts_can_name(
     tmp_path: Path, data: dict[str, Any], verifier: str, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> None:
-    assert needed_verifiers(run_config(tmp_path, data, verifier)) == (required, optional)
+    spec = worker_spec(run_config(tmp_path, data, verifier))
+    assert (spec.required_verifiers, spec.optional_verifiers) == (required, optional)
 
 
 def test_a_spec_survives_its_way_to_the_template(tmp_path: Path) -> None:

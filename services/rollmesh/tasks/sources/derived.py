@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmesh.config.data import MixtureSource
-from rollmesh.tasks.sources.row import MESSAGES
+from rollmesh.tasks.sources.rows import MESSAGES
 from rollmesh.tasks.sources.source_protocol import (
     PromptSource,
     RowSource,

@@ -13,8 +13,7 @@ import numpy as np
 
 from rollmesh.config.data import JsonlSource, ParquetSource, PythonSource
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.sources.row import Row, RowFormat
-from rollmesh.tasks.sources.rows import RowPrompts
+from rollmesh.tasks.sources.rows import Row, RowFormat, RowPrompts
 from rollmesh.tasks.sources.source_protocol import SourceSettings
 from rollmesh.user_code import call_target, load_target, own_code
 
@@ -198,5 +197,5 @@ class PythonRows:
 
 def open_python(source: PythonSource, settings: SourceSettings) -> RowPrompts:
     """Call the function of a run; its rows are checked here."""
-    form = RowFormat(answer_required=False, verifier_field="verifier", verifier_required=False, chat=source.chat)
+    form = RowFormat(verifier_field="verifier", required=False, chat=source.chat)
     return RowPrompts(PythonRows(source.target, source.options), form, settings)
