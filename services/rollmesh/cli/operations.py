@@ -113,8 +113,8 @@ def export(
     with clear_errors():
         _, folder = run_of(run)
         exported = export_model(folder.path, out, version)
-    typer.echo(f"policy version {exported.policy_version}, train step {exported.train_step}: {exported.folder}")
-    typer.echo(f'to load it: transformers.AutoModelForCausalLM.from_pretrained("{exported.folder}")')
+    typer.echo(f"policy version {exported.policy_version}, train step {exported.train_step}: {out}")
+    typer.echo(f'to load it: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
 
 
 def backup(

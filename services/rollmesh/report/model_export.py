@@ -5,11 +5,11 @@ It reads published policies and the records of the run folder, never Redis, so a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.checkpoints.bucket import BucketStore
@@ -27,19 +27,11 @@ from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.types import PolicyRecord
 
 _SAMPLING_FILE = "generation_config.json"
+CARD_FILE = "README.md"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportedModel:
-    """A written folder and the policy that it contains."""
-
-    folder: Path
-    policy_version: int
-    train_step: int
-
-
-def export_model(run_folder: Path, out: Path, version: int | None = None) -> ExportedModel:
-    """Copy a policy (None: the newest) with a model card into the new folder ``out``, atomically.
+def export_model(run_folder: Path, out: Path, version: int | None = None) -> Manifest:
+    """Copy a policy (None: the newest) with a model card into the new folder ``out``, atomically; return its manifest.
 
     An adapter is merged into its base: the folder has full weights. Every byte is verified before it is copied. Raises
     ConfigError when ``out`` exists or the version is not there, DataError or CheckpointError for a run without
@@ -58,9 +50,7 @@ def export_model(run_folder: Path, out: Path, version: int | None = None) -> Exp
         raise ConfigError(f"OUT={out}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return ExportedModel(
-        folder=out, policy_version=policy.manifest.policy_version, train_step=policy.manifest.train_step
-    )
+    return policy.manifest
 
 
 def trained_model_lines(run_folder: Path) -> list[str]:
@@ -124,24 +114,13 @@ def _fill(folder: Path, run: RecordedRun, policy: VerifiedPolicy) -> None:
         write_merged(policy, folder)
         full = policy.base.manifest
         manifest = manifest.model_copy(update={"parameter_count": full.parameter_count, "dtype": full.dtype})
-    _copy_sampling_defaults(folder, run)
+    if run.config is not None and not (folder / _SAMPLING_FILE).exists():
+        # The end tokens and sampling defaults of the initial model; if that was moved, the policy is complete without.
+        with contextlib.suppress(ConfigError, FileNotFoundError):
+            shutil.copyfile(resolve_model(run.config.model.path) / _SAMPLING_FILE, folder / _SAMPLING_FILE)
     digest = hashlib.sha256((run.config_text or "").encode()).hexdigest()
     write_text(folder / CARD_FILE, model_card(run, manifest, digest))
 
-
-def _copy_sampling_defaults(folder: Path, run: RecordedRun) -> None:
-    """Copy the end tokens and sampling defaults of the initial model unless the policy has its own."""
-    if run.config is None or (folder / _SAMPLING_FILE).exists():
-        return
-    try:
-        source = resolve_model(run.config.model.path) / _SAMPLING_FILE
-    except ConfigError:  # the initial model was moved; the policy is complete without it
-        return
-    if source.is_file():
-        shutil.copyfile(source, folder / _SAMPLING_FILE)
-
-
-CARD_FILE = "README.md"
 
 _HEADER = """---
 library_name: transformers
@@ -153,18 +132,18 @@ tags: [reinforcement-learning, rollmesh]
 
 def model_card(run: RecordedRun, manifest: Manifest, config_digest: str) -> str:
     """Return the card as Markdown; facts that the run folder does not record are said to be missing."""
-    summary = summarise(run)
+    summary, config = summarise(run), run.config
     planned = "" if summary.planned_steps is None else f" of {summary.planned_steps}"
     rows = [
         ("Run", summary.name),
         ("Train step", f"{manifest.train_step}{planned}"),
         ("Policy version", f"{manifest.policy_version}"),
-        ("Initial model", _UNKNOWN if run.config is None else f"`{run.config.model.path}`"),
+        ("Initial model", _UNKNOWN if config is None else f"`{config.model.path}`"),
         ("Evaluation of this version", _score(summary, manifest.policy_version)),
         ("Evaluation before training", _score(summary, 0)),
-        ("Data", _UNKNOWN if run.config is None else _data(run.config.data.source)),
-        ("Chat template (`chat_template_kwargs`)", _UNKNOWN if run.config is None else _chat_template(run.config.data)),
-        ("Verifier", _UNKNOWN if run.config is None else f"`{run.config.reward.verifier}`"),
+        ("Data", _UNKNOWN if config is None else _data(config.data.source)),
+        ("Chat template (`chat_template_kwargs`)", _UNKNOWN if config is None else _chat_template(config.data)),
+        ("Verifier", _UNKNOWN if config is None else f"`{config.reward.verifier}`"),
         ("Schedule", summary.preset or _UNKNOWN),
         ("Parameters", f"{manifest.parameter_count:,} ({manifest.dtype})"),
         ("Written", f"{manifest.create_time:%Y-%m-%d %H:%M} UTC"),

@@ -44,7 +44,7 @@ class TrainSeries:
 
     columns: Mapping[str, FloatArray]
     staleness_counts: Mapping[int, float]  # trajectories by staleness, over the run
-    step_seconds: FloatArray  # sum over the phases of the step
+    step_seconds: FloatArray  # sum over the phases of the step; NaN without recorded phases
     pauses: FloatArray  # [pauses, 2], see pauses_of
     sessions: FloatArray  # [sessions, 2], see sessions_of
 
@@ -114,7 +114,9 @@ def train_series(records: Sequence[Record], timeline: Sequence[Record] = ()) -> 
     """
     rows = newest_per_step(records)
     columns = {metric.field: _finite([metric.value(row) for row in rows]) for metric in step_metrics.STEP_METRICS}
-    step_seconds, time = _phase_seconds(rows), column(rows, "time")
+    phases = [row.get("seconds") for row in rows]
+    spent = [sum(number(p, key) for key in p) if isinstance(p, Mapping) and p else math.nan for p in phases]
+    step_seconds, time = np.array(spent, np.float64), column(rows, "time")
     served = [row for row in timeline if any(load.get("serving") for load in row.get("generators") or ())]
     pauses = pauses_of(column(served, "t"), time, step_seconds + np.nan_to_num(columns["wait_seconds"]))
     return TrainSeries(
@@ -292,14 +294,6 @@ def _without_resets(total: FloatArray) -> FloatArray:
     newest_known = np.maximum.accumulate(np.where(np.isnan(total), 0, np.arange(len(total))))
     filled = np.nan_to_num(total[newest_known])
     return np.cumsum(np.maximum(np.diff(filled, prepend=0.0), 0.0))
-
-
-def _phase_seconds(rows: Iterable[Record]) -> FloatArray:
-    """Sum the wall time of every step over its phases; NaN without recorded phases."""
-    phases = [row.get("seconds") for row in rows]
-    return np.array(
-        [sum(number(p, key) for key in p) if isinstance(p, Mapping) and p else math.nan for p in phases], np.float64
-    )
 
 
 def _finite(values: Sequence[float]) -> FloatArray:

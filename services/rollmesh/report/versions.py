@@ -12,7 +12,7 @@ from rollmesh.checkpoints.manifest import Manifest, parse_manifest
 from rollmesh.checkpoints.policies import found_manifests
 from rollmesh.errors import CheckpointError
 from rollmesh.report.console import count
-from rollmesh.report.recorded_run import Record, RecordedRun, read_json_lines
+from rollmesh.report.recorded_run import RecordedRun, read_json_lines
 
 
 def version_bytes(run: RecordedRun) -> dict[int, str]:
@@ -65,9 +65,11 @@ def version_lives(logs: Iterable[Path]) -> tuple[VersionLife, ...]:
     announcement is left out, because the log does not tell its copy from the replay. So is one that the next trainer
     announced without a copy, because the time between the two processes is no part of the publication.
     """
-    events = list(_events(logs))
-    takeovers = [time for name, _, time in events if name == _TAKES_OVER]
-    copied, announced, served = (_times(events, name) for name in (_TRAINED, _ANNOUNCED, _SERVED))
+    events: dict[str, dict[int, list[float]]] = {}
+    for name, version, time in _events(logs):
+        events.setdefault(name, {}).setdefault(version, []).append(time)
+    copied, announced, served = (events.get(name, {}) for name in (_TRAINED, _ANNOUNCED, _SERVED))
+    takeovers = events.get(_TAKES_OVER, {}).get(-1, [])
     lives: list[VersionLife] = []
     for version in sorted(copied.keys() & announced.keys()):
         start, times = max(copied[version]), served.get(version, [])
@@ -86,15 +88,6 @@ def version_lives(logs: Iterable[Path]) -> tuple[VersionLife, ...]:
     return tuple(lives)
 
 
-def _times(events: Iterable[tuple[str, int, float]], name: str) -> dict[int, list[float]]:
-    """Return the times of one event by policy version."""
-    times: dict[int, list[float]] = {}
-    for event, version, time in events:
-        if event == name:
-            times.setdefault(version, []).append(time)
-    return times
-
-
 def _events(logs: Iterable[Path]) -> Iterator[tuple[str, int, float]]:
     """Yield event, policy version and Unix time of the lines of a version's life, and of every start of a trainer.
 
@@ -107,16 +100,15 @@ def _events(logs: Iterable[Path]) -> Iterator[tuple[str, int, float]]:
         newest_loaded = -1
         for record in read_json_lines(log).records:
             name, version = record.get("event"), record.get("policy_version")
+            if name not in (_TAKES_OVER, _TRAINED, _ANNOUNCED, _SERVED):
+                continue
+            time = datetime.fromisoformat(str(record["timestamp"])).timestamp()
             if name == _TAKES_OVER:
-                yield _TAKES_OVER, -1, _time(record)
+                yield name, -1, time
             # A step whose policy has diverged publishes no version.
-            elif name in (_TRAINED, _ANNOUNCED, _SERVED) and isinstance(version, int):
+            elif isinstance(version, int):
                 is_again = name == _SERVED and (record.get("at_start", False) or version <= newest_loaded)
                 if name == _SERVED:
                     newest_loaded = max(newest_loaded, version)
                 if not is_again:
-                    yield str(name), version, _time(record)
-
-
-def _time(record: Record) -> float:
-    return datetime.fromisoformat(str(record["timestamp"])).timestamp()
+                    yield name, version, time

@@ -7,7 +7,7 @@ that the audit takes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,46 @@ class MadeRun:
         batch = self.store.read_batch(train_step)
         (self.folder / "checkpoints" / "batches" / f"{train_step:08d}.pb").unlink()
         write_batch(self.store, change(batch), Cursor(), settings=settings)
+
+    def replace_batches(self, change: Callable[[Batch], Batch]) -> None:
+        """Write every batch file again."""
+        for step in range(1, STEPS + 1):
+            self.replace_batch(step, change)
+
+
+def rewritten(change: Callable[[Trajectory], Trajectory], only: str = "") -> Callable[[Batch], Batch]:
+    """A change of the trajectories of a batch, or of one of them."""
+
+    def rewrite(batch: Batch) -> Batch:
+        groups = []
+        for group in batch.groups:
+            members = (change(t) if only in ("", t.trajectory_id) else t for t in group.trajectories)
+            groups.append(replace(group, trajectories=tuple(members)))
+        return replace(batch, groups=tuple(groups))
+
+    return rewrite
+
+
+def resampled(change: Callable[[Segment], Segment], only: str = "") -> Callable[[Batch], Batch]:
+    """A change of the segments that a policy wrote."""
+
+    def change_all(trajectory: Trajectory) -> Trajectory:
+        segments = (change(s) if s.source is SegmentSource.POLICY else s for s in trajectory.segments)
+        return replace(trajectory, segments=tuple(segments))
+
+    return rewritten(change_all, only)
+
+
+def off_by(nats: float, *, last: bool = False) -> Callable[[Segment], Segment]:
+    """The segment with other log-probabilities, of all tokens or of the last one."""
+
+    def change(segment: Segment) -> Segment:
+        assert segment.behavior_logprobs is not None
+        logprobs = segment.behavior_logprobs.copy()
+        logprobs[-1 if last else 0 :] += np.float32(nats)
+        return replace(segment, behavior_logprobs=logprobs)
+
+    return change
 
 
 def make_audited_run(folder: Path) -> MadeRun:

@@ -21,45 +21,10 @@ from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
 from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.ledger_check import QueueAccount
-from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource, Trajectory
+from rollmesh.types import Batch, PolicyRecord, SegmentSource, Trajectory
 
 from ...kit.checkpoint_samples import write_batch
-from .made_checkpoints import hf_logprobs
-
-STEPS = 6
-
-
-def with_every_segment(change: Callable[[Segment], Segment]) -> Callable[[Batch], Batch]:
-    """The batch with every segment that a policy wrote changed."""
-
-    def changed(segment: Segment) -> Segment:
-        return change(segment) if segment.source is SegmentSource.POLICY else segment
-
-    def change_batch(batch: Batch) -> Batch:
-        groups = (
-            dataclasses.replace(
-                group,
-                trajectories=tuple(
-                    dataclasses.replace(t, segments=tuple(changed(s) for s in t.segments)) for t in group.trajectories
-                ),
-            )
-            for group in batch.groups
-        )
-        return dataclasses.replace(batch, groups=tuple(groups))
-
-    return change_batch
-
-
-def with_one_logprob(value: float) -> Callable[[Segment], Segment]:
-    """The segment with another log-probability of its last token."""
-
-    def change(segment: Segment) -> Segment:
-        assert segment.behavior_logprobs is not None
-        logprobs = segment.behavior_logprobs.copy()
-        logprobs[-1] = value
-        return dataclasses.replace(segment, behavior_logprobs=logprobs)
-
-    return change
+from .made_checkpoints import STEPS, MadeRun, hf_logprobs, off_by, resampled, rewritten
 
 
 def flip(file: Path, at: int = -100) -> None:
@@ -69,27 +34,27 @@ def flip(file: Path, at: int = -100) -> None:
     file.write_bytes(bytes(content))
 
 
-def policies_of(audited: Any) -> tuple[PolicyRecord, ...]:
+def policies_of(audited: MadeRun) -> tuple[PolicyRecord, ...]:
     """Return the announced policies."""
     return tuple(audited.store.complete_policies())
 
 
-def account_of(audited: Any, **changes: Any) -> QueueAccount:
+def account_of(audited: MadeRun, **changes: Any) -> QueueAccount:
     """Return the counts of a queue in which everything is trained."""
     return QueueAccount(**{"live": (), "dropped": {}, "cursor": Cursor(epoch=0, index=12), **changes})
 
 
-def the_policy(audited: Any, version: int) -> Path:
+def the_policy(audited: MadeRun, version: int) -> Path:
     folder: Path = audited.folder / "checkpoints" / "policies" / f"{version:08d}-s{version}"
     return folder
 
 
-def newest_state(audited: Any) -> Path:
+def newest_state(audited: MadeRun) -> Path:
     folder: Path = audited.folder / "checkpoints" / "states" / f"{STEPS:08d}-s{STEPS}"
     return folder
 
 
-def forget_versions(audited: Any, *versions: int) -> None:
+def forget_versions(audited: MadeRun, *versions: int) -> None:
     """Remove policies as pruning does; the metrics still name their train steps."""
     for version in versions:
         shutil.rmtree(the_policy(audited, version))
@@ -98,17 +63,18 @@ def forget_versions(audited: Any, *versions: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "drain"])
-def test_segments_that_are_all_impure_are_not_green_where_no_generator_keeps_its_cache(audited: Any, mode: str) -> None:
+def test_segments_that_are_all_impure_are_not_green_where_no_generator_keeps_its_cache(
+    audited: MadeRun, mode: str
+) -> None:
     audited.change_config(generator={"on_new_version": mode})
-    for step in range(1, STEPS + 1):
-        audited.replace_batch(step, with_every_segment(lambda s: dataclasses.replace(s, kv_min_version=-1)))
+    audited.replace_batches(resampled(lambda s: dataclasses.replace(s, kv_min_version=-1)))
     result = audit_run(audited.folder)
     assert not result.green
     assert result.verdict == "incomplete"
     assert any(f"generator.on_new_version={mode} never does" in reason for reason in result.unchecked)
 
 
-def test_a_few_impure_segments_are_not_green_where_no_generator_keeps_its_cache(audited: Any) -> None:
+def test_a_few_impure_segments_are_not_green_where_no_generator_keeps_its_cache(audited: MadeRun) -> None:
     audited.change_config(generator={"on_new_version": "interrupt"})
     result = audit_run(audited.folder)
     assert not result.green
@@ -116,10 +82,9 @@ def test_a_few_impure_segments_are_not_green_where_no_generator_keeps_its_cache(
     assert "5 segments (25 tokens)" in result.unchecked[0]
 
 
-def test_a_run_of_which_no_token_was_scored_again_is_not_green(audited: Any) -> None:
+def test_a_run_of_which_no_token_was_scored_again_is_not_green(audited: MadeRun) -> None:
     environment = {"source": SegmentSource.ENVIRONMENT, "behavior_logprobs": None}
-    for step in range(1, STEPS + 1):
-        audited.replace_batch(step, with_every_segment(lambda s: dataclasses.replace(s, **environment)))
+    audited.replace_batches(resampled(lambda s: dataclasses.replace(s, **environment)))
     result = audit_run(audited.folder)
     assert not result.green
     assert result.verdict == "incomplete"
@@ -133,7 +98,7 @@ def last_line(result: AuditResult) -> str:
 
 
 def test_tokens_of_policies_that_are_gone_are_in_the_verdict_line_and_over_half_of_all_make_it_incomplete(
-    audited: Any,
+    audited: MadeRun,
 ) -> None:
     forget_versions(audited, 0, 1, 2, 3)
     result = audit_run(audited.folder)
@@ -146,7 +111,7 @@ def test_tokens_of_policies_that_are_gone_are_in_the_verdict_line_and_over_half_
     )
 
 
-def test_a_run_of_which_few_policies_are_pruned_is_green_and_says_so(audited: Any) -> None:
+def test_a_run_of_which_few_policies_are_pruned_is_green_and_says_so(audited: MadeRun) -> None:
     audited.change_config(checkpoints={"keep_last": 3})
     forget_versions(audited, 1)
     result = audit_run(audited.folder)
@@ -155,18 +120,13 @@ def test_a_run_of_which_few_policies_are_pruned_is_green_and_says_so(audited: An
 
 
 @pytest.mark.parametrize("off", [0.0, 3.0])
-def test_a_run_whose_pruned_policies_have_a_large_share_of_the_tokens_is_incomplete(audited: Any, off: float) -> None:
+def test_a_run_whose_pruned_policies_have_a_large_share_of_the_tokens_is_incomplete(
+    audited: MadeRun, off: float
+) -> None:
     """They may be any number of nats off, and no check sees it."""
     audited.change_config(checkpoints={"keep_last": 3})
     forget_versions(audited, 0, 1)
-
-    def shifted(segment: Segment) -> Segment:
-        assert segment.behavior_logprobs is not None
-        gone = segment.policy_version < 2
-        return dataclasses.replace(segment, behavior_logprobs=segment.behavior_logprobs - np.float32(off * gone))
-
-    for step in range(1, STEPS + 1):
-        audited.replace_batch(step, with_every_segment(shifted))
+    audited.replace_batches(resampled(lambda s: off_by(-off * (s.policy_version < 2))(s)))
     result = audit_run(audited.folder)
     assert (result.verdict, result.problems, result.green) == ("incomplete", (), False)
     (reason,) = result.unchecked
@@ -175,7 +135,7 @@ def test_a_run_whose_pruned_policies_have_a_large_share_of_the_tokens_is_incompl
 
 
 def test_a_long_run_whose_older_policies_are_pruned_is_incomplete_and_its_verdict_line_counts_them(
-    audited: Any,
+    audited: MadeRun,
 ) -> None:
     audited.change_config(checkpoints={"keep_last": 3})
     forget_versions(audited, 0, 1, 2, 3)
@@ -188,7 +148,7 @@ def test_a_long_run_whose_older_policies_are_pruned_is_incomplete_and_its_verdic
 
 
 def test_a_policy_that_is_gone_although_it_is_among_those_that_are_kept_makes_the_audit_incomplete(
-    audited: Any,
+    audited: MadeRun,
 ) -> None:
     audited.change_config(checkpoints={"keep_last": 3})
     forget_versions(audited, 4)
@@ -197,41 +157,34 @@ def test_a_policy_that_is_gone_although_it_is_among_those_that_are_kept_makes_th
     assert "missing although checkpoints.keep_last retains them: 4." in result.unchecked[0]
 
 
-def test_a_run_that_is_pruned_so_far_that_no_token_can_be_scored_is_incomplete(audited: Any) -> None:
+def test_a_run_that_is_pruned_so_far_that_no_token_can_be_scored_is_incomplete(audited: MadeRun) -> None:
     audited.change_config(checkpoints={"keep_last": 2})
     forget_versions(audited, 0, 1, 2, 3, 4)
-    for step in range(1, STEPS + 1):
-        audited.replace_batch(
-            step, with_every_segment(lambda s: dataclasses.replace(s, policy_version=0, kv_min_version=0))
-        )
+    audited.replace_batches(resampled(lambda s: dataclasses.replace(s, policy_version=0, kv_min_version=0)))
     result = audit_run(audited.folder)
     assert not result.green
     assert any("0 of 0 policy tokens" in reason for reason in result.unchecked)
 
 
-@pytest.mark.parametrize(("logprob", "told"), [(-40.0, "nats from its checkpoint"), (float("nan"), "are not finite")])
-def test_a_bfloat16_token_that_is_30_nats_off_or_no_number_is_red(audited: Any, logprob: float, told: str) -> None:
+@pytest.mark.parametrize(("gap", "told"), [(-40.0, "nats from its checkpoint"), (float("nan"), "are not finite")])
+def test_a_bfloat16_token_that_is_30_nats_off_or_no_number_is_red(audited: MadeRun, gap: float, told: str) -> None:
     audited.change_config(model={"dtype": "bfloat16"})
-    audited.replace_batch(4, with_every_segment(with_one_logprob(logprob)))
+    audited.replace_batch(4, resampled(off_by(gap, last=True)))
     result = audit_run(audited.folder)
     assert not result.green
     assert any(problem.startswith("policy version 3: ") and told in problem for problem in result.problems)
+    json.loads(json.dumps(dataclasses.asdict(result), allow_nan=False))
 
 
-def test_bfloat16_logprobs_of_another_policy_are_red_by_their_mean(audited: Any) -> None:
+def test_bfloat16_logprobs_of_another_policy_are_red_by_their_mean(audited: MadeRun) -> None:
     audited.change_config(model={"dtype": "bfloat16"})
-
-    def off(segment: Segment) -> Segment:
-        assert segment.behavior_logprobs is not None
-        return dataclasses.replace(segment, behavior_logprobs=segment.behavior_logprobs - np.float32(0.5))
-
-    audited.replace_batch(4, with_every_segment(off))
+    audited.replace_batch(4, resampled(off_by(-0.5)))
     result = audit_run(audited.folder)
     assert not result.green
     assert any("policy version 3: mean gap of 0." in problem for problem in result.problems)
 
 
-def in_bfloat16(audited: Any, by: float) -> AuditResult:
+def in_bfloat16(audited: MadeRun, by: float) -> AuditResult:
     """Audit the run as if an engine had sampled in bfloat16: Hugging Face's logprobs of that dtype, moved by ``by``."""
     audited.change_config(model={"dtype": "bfloat16"})
     load = AutoModelForCausalLM.from_pretrained
@@ -247,16 +200,11 @@ def in_bfloat16(audited: Any, by: float) -> AuditResult:
             context = np.concatenate([context, segment.token_ids])
         return dataclasses.replace(trajectory, segments=tuple(segments))
 
-    def change(batch: Batch) -> Batch:
-        groups = (dataclasses.replace(g, trajectories=tuple(map(rounded, g.trajectories))) for g in batch.groups)
-        return dataclasses.replace(batch, groups=tuple(groups))
-
-    for step in range(1, STEPS + 1):
-        audited.replace_batch(step, change)
+    audited.replace_batches(rewritten(rounded))
     return audit_run(audited.folder)
 
 
-def test_an_engine_that_rounds_to_bfloat16_is_green(audited: Any) -> None:
+def test_an_engine_that_rounds_to_bfloat16_is_green(audited: MadeRun) -> None:
     result = in_bfloat16(audited, 0.0)
     assert result.rescoring is not None
     assert (result.green, result.problems) == (True, ())
@@ -264,7 +212,7 @@ def test_an_engine_that_rounds_to_bfloat16_is_green(audited: Any) -> None:
 
 
 @pytest.mark.parametrize("drift", [0.03, -0.1])
-def test_a_drift_that_the_rounding_of_the_same_weights_does_not_explain_is_red(audited: Any, drift: float) -> None:
+def test_a_drift_that_the_rounding_of_the_same_weights_does_not_explain_is_red(audited: MadeRun, drift: float) -> None:
     result = in_bfloat16(audited, drift)
     assert not result.green
     assert any(problem.startswith("policy version 3: mean gap of 0.") for problem in result.problems)
@@ -282,12 +230,18 @@ def forged(manifest: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [torn, forged, Path.unlink, lambda manifest: (manifest.parent / "model.safetensors").unlink()],
-    ids=["torn", "forged", "no manifest", "no weights"],
+    [
+        torn,
+        forged,
+        Path.unlink,
+        lambda manifest: (manifest.parent / "model.safetensors").unlink(),
+        lambda manifest: flip(manifest.parent / "model.safetensors", -1),
+    ],
+    ids=["torn", "forged", "no manifest", "no weights", "flipped weights"],
 )
 @pytest.mark.parametrize("with_queue", [False, True])
 def test_a_damaged_manifest_is_refused_and_not_called_pruned(
-    audited: Any, damage: Callable[[Path], None], with_queue: bool
+    audited: MadeRun, damage: Callable[[Path], None], with_queue: bool
 ) -> None:
     account = account_of(audited, policies=policies_of(audited)) if with_queue else None
     (audited.folder / "metrics.jsonl").write_text('{"train_step": 2, "policy_version": 2}\n', encoding="utf-8")
@@ -297,7 +251,7 @@ def test_a_damaged_manifest_is_refused_and_not_called_pruned(
     assert any("policy version 2: checkpoint refused" in problem for problem in result.problems)
 
 
-def test_a_manifest_that_the_registry_did_not_announce_is_red(audited: Any) -> None:
+def test_a_manifest_that_the_registry_did_not_announce_is_red(audited: MadeRun) -> None:
     announced = policies_of(audited)
     digest = hashlib.sha256(b"what was announced").hexdigest()
     others = tuple(dataclasses.replace(r, manifest_digest=digest) if r.policy_version == 2 else r for r in announced)
@@ -308,7 +262,7 @@ def test_a_manifest_that_the_registry_did_not_announce_is_red(audited: Any) -> N
     assert sound.green and sound.rescoring is not None and sound.rescoring.announced_manifests == 6
 
 
-def test_another_folder_in_the_place_of_the_announced_one_is_red(audited: Any) -> None:
+def test_another_folder_in_the_place_of_the_announced_one_is_red(audited: MadeRun) -> None:
     announced = policies_of(audited)
     the_policy(audited, 2).rename(the_policy(audited, 2).with_name("00000002-another"))
     result = audit_run(audited.folder, account_of(audited, policies=announced))
@@ -327,7 +281,7 @@ def cut_weights(state: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_committed, cut_weights])
-def test_a_newest_state_that_is_one_byte_short_is_red(audited: Any, damage: Callable[[Path], None]) -> None:
+def test_a_newest_state_that_is_one_byte_short_is_red(audited: MadeRun, damage: Callable[[Path], None]) -> None:
     damage(newest_state(audited))
     result = audit_run(audited.folder)
     assert not result.green
@@ -336,7 +290,7 @@ def test_a_newest_state_that_is_one_byte_short_is_red(audited: Any, damage: Call
     assert any("a policy of train step 6 was announced" in problem for problem in result.problems)
 
 
-def test_one_byte_flipped_in_the_newest_state_is_red(audited: Any) -> None:
+def test_one_byte_flipped_in_the_newest_state_is_red(audited: MadeRun) -> None:
     (file,) = newest_state(audited).glob("*.safetensors")
     flip(file, -1)
     result = audit_run(audited.folder)
@@ -351,7 +305,7 @@ def flip_committed(state: Path) -> None:
 @pytest.mark.parametrize("lose_state", [flip_committed, shutil.rmtree], ids=["flipped", "deleted"])
 @pytest.mark.parametrize("with_queue", [False, True])
 def test_a_lost_newest_state_beside_a_flipped_byte_of_its_batch_file_is_red(
-    audited: Any, lose_state: Callable[[Path], None], with_queue: bool
+    audited: MadeRun, lose_state: Callable[[Path], None], with_queue: bool
 ) -> None:
     lose_state(newest_state(audited))
     file = audited.folder / "checkpoints" / "batches" / f"{STEPS:08d}.pb"
@@ -367,7 +321,7 @@ def test_a_lost_newest_state_beside_a_flipped_byte_of_its_batch_file_is_red(
     assert any("train step 6 has no valid batch file" in problem for problem in result.problems)
 
 
-def test_states_of_every_third_step_lag_behind_the_announced_policy_and_are_green(audited: Any) -> None:
+def test_states_of_every_third_step_lag_behind_the_announced_policy_and_are_green(audited: MadeRun) -> None:
     audited.change_config(checkpoints={"state_every_steps": 3}, trainer={"train_steps": 12})
     for step in (4, 5, 6):
         shutil.rmtree(audited.folder / "checkpoints" / "states" / f"{step:08d}-s{step}")
@@ -378,7 +332,7 @@ def test_states_of_every_third_step_lag_behind_the_announced_policy_and_are_gree
     assert (result.problems, result.committed_step, result.announced_step) == ((), 3, 5)
 
 
-def test_the_same_trajectory_in_another_group_is_red(audited: Any) -> None:
+def test_the_same_trajectory_in_another_group_is_red(audited: MadeRun) -> None:
     stolen = audited.store.read_batch(2).groups[0].trajectories
 
     def under_another_group(batch: Batch) -> Batch:
@@ -392,7 +346,7 @@ def test_the_same_trajectory_in_another_group_is_red(audited: Any) -> None:
     assert any("2 trajectories are in more than one place: e0-2.0 in e0-2 and e0-5" in p for p in result.problems)
 
 
-def test_the_same_trajectory_twice_in_one_group_is_red(audited: Any) -> None:
+def test_the_same_trajectory_twice_in_one_group_is_red(audited: MadeRun) -> None:
     def doubled(batch: Batch) -> Batch:
         first, *rest = batch.groups
         twice = dataclasses.replace(first, trajectories=(first.trajectories[0],) * 2)
@@ -404,7 +358,7 @@ def test_the_same_trajectory_twice_in_one_group_is_red(audited: Any) -> None:
     assert result.trajectories_twice == {"e0-4.0": ("e0-4", "e0-4")}
 
 
-def test_a_trajectory_that_waits_in_another_group_of_an_uncommitted_batch_file_is_red(audited: Any) -> None:
+def test_a_trajectory_that_waits_in_another_group_of_an_uncommitted_batch_file_is_red(audited: MadeRun) -> None:
     (group,) = audited.store.read_batch(2).groups[:1]
     write_batch(audited.store, Batch(train_step=7, groups=(dataclasses.replace(group, group_id="e0-40"),)), Cursor())
     result = audit_run(audited.folder)

@@ -129,8 +129,8 @@ def mesh_history(run: RecordedRun) -> MeshHistory | None:
     for version, calls in zip(timeline.versions, means(timeline.running), strict=True):
         used = np.flatnonzero(calls)
         if len(used):
-            shown = calls[used[0] : used[-1] + 1].tolist()
-            running.append(VersionCalls(policy_version=version, first=int(used[0]), calls=shown))
+            first, last = int(used[0]), int(used[-1])
+            running.append(VersionCalls(policy_version=version, first=first, calls=calls[first : last + 1].tolist()))
     return MeshHistory(
         time=means(timeline.time).tolist(),
         slots=means(timeline.slots).tolist(),

@@ -1,4 +1,4 @@
-"""Server of the page of a run that has ended, on a loopback address."""
+"""Page of a run that has ended: everything from its run folder, read once, and served on a loopback address."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from fastapi.responses import FileResponse, Response
 from rollmesh.checkpoints.sealing import known_token, link_with_token
 from rollmesh.config import RunConfig
 from rollmesh.gateway.app import EVENTS, mount_page
+from rollmesh.gateway.curves import names_of
+from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.models.items import PolicyList, TrajectoryDetail
+from rollmesh.gateway.models.live import Overview, SeriesAnswer, SnapshotEvent, Timeline
 from rollmesh.gateway.models.overview import EndEvent
-from rollmesh.gateway.read_routes import PREFIX
+from rollmesh.gateway.read_routes import PREFIX, RunReads
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
-from rollmesh.report.view.recorded_reads import RecordedReads
+from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
+from rollmesh.report.view.recorded_overview import no_rollouts, recorded_overview
 from rollmesh.runtime.api_app import api_app, no_check, token_check
 from rollmesh.runtime.http_server import accepted_hosts, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
-from rollmesh.runtime.request_guard import RequestMetrics
+from rollmesh.runtime.request_guard import NotFound, RequestMetrics
 
 _HOST = "127.0.0.1"
 _REPORT_POLICY = (
@@ -76,3 +81,45 @@ def _app(run: RecordedRun, config: RunConfig, reads: RecordedReads, requests: Re
 
     mount_page(app)
     return app
+
+
+class RecordedReads(RunReads):
+    """Reads of a run folder: no rollout is in progress, and the queue is not read."""
+
+    def __init__(
+        self, run: RecordedRun, config: RunConfig, metrics: GatewayMetrics, beside: Sequence[RecordedRun] = ()
+    ) -> None:
+        """Read the records of the run, and the curves of other runs beside it; blocks."""
+        super().__init__(config, run.path)
+        self._curves = recorded_curves(run)
+        self._beside = [recorded_curves(other) for other in beside]
+        self._policies = recorded_policies(run)
+        # A link cannot carry the token in a header: the report is not served where reads need it.
+        self.has_report = not config.gateway.token_for_reads and (run.path / REPORT_FILE).exists()
+        self._overview = recorded_overview(run, self._curves, report=self.has_report)
+        self.hub = EventHub(self._snapshot, config.gateway.most_event_clients, metrics)
+
+    def _snapshot(self) -> SnapshotEvent:
+        return SnapshotEvent(overview=self._overview, timeline=no_rollouts(self._overview))
+
+    async def overview(self) -> Overview:
+        return self._overview
+
+    async def timeline(self) -> Timeline:
+        return no_rollouts(self._overview)
+
+    async def series(self, names: str = "", points: int = 300) -> SeriesAnswer:
+        return curves_beside(self._curves, self._beside, names_of(names), points)
+
+    async def trajectory(self, trajectory_id: str, first_token: int = 0, token_limit: int = 4096) -> TrajectoryDetail:
+        step = self._overview.train_step
+        if (found := await self._in_batches(trajectory_id, None, step, first_token, token_limit)) is not None:
+            return found
+        raise NotFound(
+            f"no batch file has the trajectory {trajectory_id}",
+            field="trajectory_id",
+            hint="ids are <group>.<member>, as listed by /api/v1/batches; untrained ones are in the queue only",
+        )
+
+    async def policies(self, limit: int = 100) -> PolicyList:
+        return PolicyList(policies=self._policies[:limit], total=len(self._policies))
