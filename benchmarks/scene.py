@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.models import PublishedModel
 from benchmarks.processes import command, running_redis, write_run_file
 from benchmarks.workloads import make_call, random_ids
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.generator.engines import ENGINES

@@ -23,6 +23,8 @@ Messages name the field or the key, the value and the remedy.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 
 class RollmeshError(Exception):
     """Base class of all errors with a known cause; any other error is a bug in rollmesh."""
@@ -63,22 +65,57 @@ class Conflict(StoreError):
     """The state in Redis is not the one the caller assumed; nothing was changed."""
 
 
-_WRONG_CONTENT = {"tampered", "mismatch", "foreign_architecture", "foreign_tokenizer", "path_escape"}
+class Reason(StrEnum):
+    """Reason of a CheckpointError: a bounded set, usable as a metric label."""
+
+    MISSING = "missing"
+    """A folder or a file does not exist."""
+    TORN = "torn"
+    """The part that is written last is missing or incomplete: the writer crashed."""
+    TRUNCATED = "truncated"
+    """A file does not have its recorded size."""
+    TAMPERED = "tampered"
+    """A digest or the HMAC differs, or there are files that the manifest does not list."""
+    MISMATCH = "mismatch"
+    """The content is sound but is not the one in the record or in the call."""
+    FOREIGN_ARCHITECTURE = "foreign_architecture"
+    """The weights belong to another model."""
+    FOREIGN_TOKENIZER = "foreign_tokenizer"
+    """The tokenizer or its chat template differs."""
+    PATH_ESCAPE = "path_escape"
+    """A path leads out of the store, or through a symbolic link."""
+    DISK_FULL = "disk_full"
+    """The disk, the quota or the file size limit is full; a retry may succeed."""
+    UNREACHABLE = "unreachable"
+    """The object store does not answer; a retry may succeed."""
+    REFUSED = "refused"
+    """The object store refuses the call, by its permissions or for lack of a function; a retry does not help."""
+    INVALID = "invalid"
+    """Any other reason."""
+
+
+_WRONG_CONTENT = {
+    Reason.TAMPERED,
+    Reason.MISMATCH,
+    Reason.FOREIGN_ARCHITECTURE,
+    Reason.FOREIGN_TOKENIZER,
+    Reason.PATH_ESCAPE,
+}
 
 
 class CheckpointError(RollmeshError, RuntimeError):
     """A checkpoint is torn, truncated, tampered with, missing or of another architecture.
 
-    ``reason`` is one of ``checkpoints.reasons.Reason``, for use as a metric label. Reasons that mean wrong content are
-    final, because the content does not change, and so is a refusal of the object store.
+    Reasons that mean wrong content are final, because the content does not change, and so is a refusal of the object
+    store.
     """
 
-    def __init__(self, message: str, *, reason: str = "invalid") -> None:
+    def __init__(self, message: str, *, reason: str = Reason.INVALID) -> None:
         super().__init__(message)
         self.reason = reason
-        self.final = reason == "refused" or reason in _WRONG_CONTENT
-        self.passing = reason in {"disk_full", "unreachable"}
-        self.outside = reason == "refused" or self.passing
+        self.final = reason == Reason.REFUSED or reason in _WRONG_CONTENT
+        self.passing = reason in {Reason.DISK_FULL, Reason.UNREACHABLE}
+        self.outside = reason == Reason.REFUSED or self.passing
         """True if the cause is the storage, and not the stored content."""
 
 

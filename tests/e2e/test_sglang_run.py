@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.config import load_run_config
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder

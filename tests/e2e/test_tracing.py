@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder

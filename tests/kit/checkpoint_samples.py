@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from rollmesh.checkpoints.batches import ReplayDraw, StepRecipe, StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.config.trainer import AlgorithmConfig
+from rollmesh.errors import CheckpointError
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.types import (
@@ -167,3 +170,24 @@ def _trajectory(group_id: str, member: int, prompt: Prompt, rng: np.random.Gener
         outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=float(member), parts={"a": 1.0, "b": 2.0, "c": 3.0}),
         shaped_reward=float(member),
     )
+
+
+def refused(call: Callable[..., object], *arguments: Any, **options: Any) -> CheckpointError:
+    """Return the CheckpointError that a call raises."""
+    with pytest.raises(CheckpointError) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+def flip(file: Path, at: int = -1) -> None:
+    """Change one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def flip_object(objects: ObjectStore, key: str, at: int = -1) -> None:
+    """Change one bit of an object."""
+    content = bytearray(objects.read(key, 1 << 30))
+    content[at] ^= 1
+    objects.write(key, bytes(content))

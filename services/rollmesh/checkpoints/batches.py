@@ -2,9 +2,9 @@
 
     RMBATCH1 | frame ... | footer JSON | HMAC of the footer | footer length | RMBATCHE
 
-A frame is one group (``batch_frames``). The footer at the end has the ids, the prompt cursor, and the length and digest
-of the frames: a torn file has no valid footer. A file gets its name only when it is complete (by a link on disk, by one
-put in an object store), and never replaces a sound file.
+A frame is one group: a length and a protobuf message, to stay below protobuf's limit of 2 GB. The footer at the end has
+the ids, the prompt cursor, and the length and digest of the frames: a torn file has no valid footer. A file gets its
+name only when it is complete (by a link on disk, by one put in an object store), and never replaces a sound file.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import re
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollmesh.checkpoints.batch_frames import decode_groups, encode_groups
-from rollmesh.checkpoints.durable import disk_full_error, full_disk, link_new, make_folder, sync_folder
-from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.durable import link_new, make_folder, naming_full_disk, sync_folder
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.config.trainer import AlgorithmConfig
-from rollmesh.errors import CheckpointError, DataError
+from rollmesh.errors import CheckpointError, DataError, Reason
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.types import Batch, Group
+from rollmesh.v1 import trajectory_pb2 as pb
+from rollmesh.wire.codec import batch_from_pb, batch_to_pb
 
 FOLDER = "batches"
 
@@ -42,6 +43,7 @@ _TAIL = b"RMBATCHE"
 _TAG_BYTES = 64
 _END_BYTES = _TAG_BYTES + 4 + len(_TAIL)
 _LENGTH = struct.Struct("<I")
+_FRAME_LENGTH = struct.Struct("<Q")
 _NAME = re.compile(r"^(\d{8,})\.pb$")
 
 
@@ -137,22 +139,38 @@ def batch_path(root: Path, train_step: int) -> Path:
     return root / FOLDER / f"{train_step:08d}.pb"
 
 
-def write_batch(
-    root: Path,
-    secret: bytes,
+def footer_draft(
     batch: Batch,
     cursor: Cursor,
     train_steps: Mapping[int, int],
     settings: StepSettings,
-    outcomes: Sequence[PromptOutcome] = (),
-    replay: ReplayDraw | None = None,
-) -> str:
-    """Write and flush the file of ``batch.train_step``; return its digest.
+    outcomes: Sequence[PromptOutcome],
+    replay: ReplayDraw | None,
+) -> BatchFooter:
+    """Return the footer of a batch without the facts of its frames."""
+    versions = {version for group in batch.groups for t in group.trajectories for version in t.policy_versions}
+    return BatchFooter(
+        train_step=batch.train_step,
+        group_ids=[g.group_id for g in batch.groups],
+        trajectory_count=sum(len(g.trajectories) for g in batch.groups),
+        cursor_epoch=cursor.epoch,
+        cursor_index=cursor.index,
+        payload_bytes=0,
+        group_bytes=[],
+        payload_sha256="",
+        create_time=datetime.now(UTC),
+        version_train_steps={v: train_steps[v] for v in sorted(versions) if v in train_steps},
+        settings=settings,
+        outcomes=list(outcomes),
+        replay=replay,
+    )
 
-    ``train_steps`` maps each policy version that wrote tokens of the batch to its train step. ``settings`` are the
-    settings that the step is trained with, ``outcomes`` those of the groups that ended since the last batch, ``replay``
-    the groups of earlier files that the step trains on too. Idempotent for the same batch. A complete file with other
-    groups is never replaced: it is the batch of this step, and the caller is a superseded trainer.
+
+def write_batch(root: Path, secret: bytes, batch: Batch, draft: BatchFooter) -> str:
+    """Write and flush the file of ``batch.train_step``; return its digest. Idempotent for the same batch.
+
+    A complete file with other groups is never replaced: it is the batch of this step, and the caller is a superseded
+    trainer.
     """
     path = batch_path(root, batch.train_step)
     if (written := _written(root, secret, batch)) is not None:
@@ -160,19 +178,16 @@ def write_batch(
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb") as file:
-            digest = _write(file, secret, batch, cursor, train_steps, settings, outcomes, replay)
-            file.flush()
-            os.fsync(file.fileno())
-        if not link_new(temporary, path):
-            if (written := _written(root, secret, batch)) is not None:
-                return written
-            os.replace(temporary, path)  # a torn file, or a file system without hard links
-        sync_folder(path.parent)
-    except OSError as error:
-        if full_disk(error):
-            raise disk_full_error(path.parent, f"batch file {path.name}", error) from error
-        raise
+        with naming_full_disk(path.parent, f"batch file {path.name}"):
+            with temporary.open("xb") as file:
+                digest = _write(file, secret, batch, draft)
+                file.flush()
+                os.fsync(file.fileno())
+            if not link_new(temporary, path):
+                if (written := _written(root, secret, batch)) is not None:
+                    return written
+                os.replace(temporary, path)  # a torn file, or a file system without hard links
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return digest
@@ -230,12 +245,10 @@ def group_of(file: BinaryIO, path: str, secret: bytes, train_step: int, group_id
     position = footer.group_ids.index(group_id)
     file.seek(len(_HEAD) + sum(footer.group_bytes[:position]))
     try:
-        found = next(
-            (g for g in decode_groups(file.read(footer.group_bytes[position])) if g.group_id == group_id), None
-        )
-    except DataError as error:
+        (found,) = decode_groups(file.read(footer.group_bytes[position]))
+    except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    if found is None:
+    if found.group_id != group_id:
         raise CheckpointError(f"{path}: the groups do not match the footer", reason=Reason.TAMPERED)
     return found
 
@@ -270,16 +283,7 @@ def remove_unfinished(root: Path) -> int:
     return len(leftovers)
 
 
-def _write(
-    file: BinaryIO,
-    secret: bytes,
-    batch: Batch,
-    cursor: Cursor,
-    train_steps: Mapping[int, int],
-    settings: StepSettings,
-    outcomes: Sequence[PromptOutcome],
-    replay: ReplayDraw | None,
-) -> str:
+def _write(file: BinaryIO, secret: bytes, batch: Batch, draft: BatchFooter) -> str:
     digest = hashlib.sha256()
     sizes: list[int] = []
     file.write(_HEAD)
@@ -287,27 +291,11 @@ def _write(
         file.write(frame)
         digest.update(frame)
         sizes.append(len(frame))
-    footer = BatchFooter(
-        train_step=batch.train_step,
-        group_ids=[g.group_id for g in batch.groups],
-        trajectory_count=sum(len(g.trajectories) for g in batch.groups),
-        payload_bytes=sum(sizes),
-        group_bytes=sizes,
-        payload_sha256=digest.hexdigest(),
-        create_time=datetime.now(UTC),
-        version_train_steps={v: train_steps[v] for v in sorted(_versions(batch)) if v in train_steps},
-        settings=settings,
-        outcomes=list(outcomes),
-        replay=replay,
-        **{f"cursor_{k}": v for k, v in asdict(cursor).items()},
-    )
+    sha256 = digest.hexdigest()
+    footer = draft.model_copy(update={"payload_bytes": sum(sizes), "group_bytes": sizes, "payload_sha256": sha256})
     text = canonical(footer.model_dump(mode="json"))
     file.write(text + seal(secret, text).encode() + _LENGTH.pack(len(text)) + _TAIL)
-    return footer.payload_sha256
-
-
-def _versions(batch: Batch) -> set[int]:
-    return {version for group in batch.groups for t in group.trajectories for version in t.policy_versions}
+    return sha256
 
 
 def opened(path: Path) -> BinaryIO:
@@ -388,3 +376,28 @@ def _spread(fresh: tuple[Group, ...], replayed: tuple[Group, ...]) -> tuple[Grou
     """Merge two lists evenly and in order, so that every minibatch has its share of both."""
     places = [((i + 0.5) / len(part), part[i]) for part in (fresh, replayed) for i in range(len(part))]
     return tuple(group for _, group in sorted(places, key=lambda place: place[0]))
+
+
+def encode_groups(batch: Batch) -> Iterator[bytes]:
+    """Encode a batch as frames. Equal batches give equal bytes (map fields are ordered)."""
+    for group in batch.groups:
+        message = batch_to_pb(Batch(train_step=batch.train_step, groups=(group,)))
+        data = message.SerializeToString(deterministic=True)
+        yield _FRAME_LENGTH.pack(len(data)) + data
+
+
+def decode_groups(data: bytes) -> Iterator[Group]:
+    """Decode the groups of concatenated frames. Raises DataError with the byte offset of a malformed frame."""
+    view = memoryview(data)
+    position = 0
+    while position < len(view):
+        start = position
+        try:
+            (length,) = _FRAME_LENGTH.unpack_from(view, position)
+            position += _FRAME_LENGTH.size + length
+            if position > len(view):
+                raise DataError(f"{position - len(view)} bytes are missing")
+            message = pb.Batch.FromString(bytes(view[position - length : position]))
+            yield from batch_from_pb(message).groups
+        except (struct.error, DecodeError, DataError) as error:
+            raise DataError(f"malformed group at byte {start}: {error}") from error

@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
-from rollmesh.checkpoints.batches import ReplayDraw, StepSettings, StoredBatch, batch_path
+from rollmesh.checkpoints.batches import BatchFooter, StoredBatch, batch_path
 from rollmesh.checkpoints.bucket_copies import batch_key, check_copies, policy_copy, stored_copies
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore, CopyCheck
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
 from rollmesh.checkpoints.deltas import BasePaths, DeltaUploads, chain_of, is_stored, pull_chain, without_bases
 from rollmesh.checkpoints.durable import (
     confined,
-    disk_full_error,
-    full_disk,
     is_folder_name,
+    naming_full_disk,
     regular_files,
     remove_tree,
     sha256_of,
@@ -48,11 +47,11 @@ from rollmesh.checkpoints.manifest import (
 from rollmesh.checkpoints.objects import ObjectStore, store_error
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FetchedPolicy, FoundManifest, PolicyDraft, VerifiedPolicy
 from rollmesh.checkpoints.pulled import PulledFolders
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.sealing import LINEAGE_FILE
-from rollmesh.errors import CheckpointError, ConfigError, RollmeshError
-from rollmesh.mesh import Cursor
-from rollmesh.prompt_history import PromptOutcome
+from rollmesh.checkpoints.sealing import LINEAGE_FILE, run_secret
+from rollmesh.config import RunConfig
+from rollmesh.config.store import CheckpointConfig
+from rollmesh.errors import CheckpointError, ConfigError, Reason, RollmeshError
+from rollmesh.runtime.health import Waits
 from rollmesh.types import Batch, PolicyRecord
 
 if TYPE_CHECKING:
@@ -68,7 +67,13 @@ class BucketStore(CheckpointStore):
         self, root: Path, secret: bytes, objects: ObjectStore, *, cache_policies: int, anchor_every: int = 1
     ) -> None:
         super().__init__(root, secret)
-        _reject_several_nodes(objects.url)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+        if world > local:
+            raise ConfigError(
+                f"checkpoints.folder={objects.url}: a trainer over several nodes ({world} ranks, {local} here) needs "
+                "a shared folder for its state; set checkpoints.folder to one, or run the trainer on one node"
+            )
         self.objects = objects
         self._pulled = PulledFolders(self.root, keep_policies=cache_policies)
         self._deltas = DeltaUploads(self.root, anchor_every)
@@ -102,7 +107,6 @@ class BucketStore(CheckpointStore):
         self._deltas.uploaded(record, manifest)
 
     def _fetched(self, record: PolicyRecord) -> FetchedPolicy:
-        """Pull a policy unless it is in the cache."""
         folder = confined(self.root, record.path)
         with self._pulled.locked(folder.name):
             cached = None
@@ -118,7 +122,6 @@ class BucketStore(CheckpointStore):
         return policy
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
-        """Pull a policy unless it is in the cache, and compare it with its record."""
         folder = self._fetched(record).folder
         try:
             return super()._verified(record)
@@ -129,35 +132,27 @@ class BucketStore(CheckpointStore):
             return super()._verified(record)
 
     def check_copy(self, record: PolicyRecord) -> None:
-        """Compare what a node without a cache reads of a policy; raise CheckpointError if it differs or is missing."""
         chain, _ = chain_of(record, self.manifest, lambda _: None)
         damaged = check_copies(self.objects, (policy_copy(link.path, link.manifest) for link in chain)).damaged
         for path, reason in damaged.items():
             raise CheckpointError(f"{self.objects.url}/{path}: {reason}", reason=Reason.TAMPERED)
 
     def mark_announced(self, record: PolicyRecord) -> None:
-        """Write the marker into the bucket, and into the cached folder."""
         self.objects.write(f"{record.path}/{ANNOUNCED_FILE}", b"")
         if (self.root / record.path).exists():
             policies.mark_announced(self.root, record)
 
     def _manifests(self) -> Iterable[FoundManifest]:
-        """Return every manifest in the bucket, and an entry for every announced folder without one."""
         sizes = self.objects.sizes(policies.FOLDER)
         announced = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + ANNOUNCED_FILE)}
         written = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + MANIFEST_FILE)}
-        found = []
         for path in sorted(announced | written):
-            if not is_folder_name(path.rpartition("/")[2]):
-                continue
-            data = None
-            if path in written:
-                try:
-                    data = self.objects.read(f"{path}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES + 1)
-                except FileNotFoundError:  # pruned in between
-                    continue
-            found.append(FoundManifest(path=path, data=data, announced=path in announced))
-        return found
+            if is_folder_name(path.rpartition("/")[2]):
+                with contextlib.suppress(FileNotFoundError):  # pruned in between
+                    data = None
+                    if path in written:
+                        data = self.objects.read(f"{path}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES + 1)
+                    yield FoundManifest(path=path, data=data, announced=path in announced)
 
     def prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
@@ -172,15 +167,7 @@ class BucketStore(CheckpointStore):
             self._delete_folder(path, first=MANIFEST_FILE)
         return removed
 
-    def write_batch(
-        self,
-        batch: Batch,
-        cursor: Cursor,
-        train_steps: Mapping[int, int],
-        settings: StepSettings,
-        outcomes: Sequence[PromptOutcome] = (),
-        replay: ReplayDraw | None = None,
-    ) -> str:
+    def _write_batch(self, batch: Batch, draft: BatchFooter) -> str:
         """Write a batch file locally and upload it unless the bucket has one; return the digest of the bucket's file.
 
         Raises CheckpointError if another trainer has already uploaded other groups.
@@ -191,7 +178,7 @@ class BucketStore(CheckpointStore):
             self.objects.get(key, path)
         except FileNotFoundError:
             path.unlink(missing_ok=True)  # of an upload that failed
-        super().write_batch(batch, cursor, train_steps, settings, outcomes, replay)
+        super()._write_batch(batch, draft)
         local = batches.read_footer(self.root, self._secret, train_step)
         if self.objects.put_new(path, key):
             return local.payload_sha256
@@ -227,27 +214,28 @@ class BucketStore(CheckpointStore):
 
     def _pull_batch(self, train_step: int) -> None:
         key = batch_key(train_step)
-        try:
+        with self._missing_as_error(key):
             self.objects.get(key, batch_path(self.root, train_step))
+
+    @contextlib.contextmanager
+    def _missing_as_error(self, path: str) -> Iterator[None]:
+        try:
+            yield
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.objects.url}/{key}: missing", reason=Reason.MISSING) from error
+            raise CheckpointError(f"{self.objects.url}/{path}: missing", reason=Reason.MISSING) from error
 
     @contextlib.contextmanager
     def _batch_file(self, train_step: int) -> Iterator[tuple[BinaryIO, str]]:
-        """Open a batch file in the bucket; yield it with its name for error messages."""
         where = f"{self.objects.url}/{batch_key(train_step)}"
         try:
-            with self.objects.open(batch_key(train_step)) as file:
+            with self._missing_as_error(batch_key(train_step)), self.objects.open(batch_key(train_step)) as file:
                 yield file, where
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{where}: missing", reason=Reason.MISSING) from error
         except RollmeshError:
             raise
         except Exception as error:  # clients of object stores have no common base class for an outage
             raise store_error(where, error) from error
 
     def batch_steps(self) -> list[int]:
-        """Return the train steps with a batch file in the bucket, ascending."""
         return batches.steps_of(key.rpartition("/")[2] for key in self.objects.sizes(batches.FOLDER))
 
     def _share_state(self, state: CommittedState) -> None:
@@ -259,7 +247,6 @@ class BucketStore(CheckpointStore):
             self.objects.put(state.folder / COMMITTED_FILE, f"{path}/{COMMITTED_FILE}")
 
     def judged_states(self) -> JudgedStates:
-        """Return the sound and the unsound committed states in the bucket."""
         sizes = self.objects.sizes(committed.FOLDER)
         sound: list[CommittedState] = []
         unsound: dict[str, str] = {}
@@ -337,16 +324,15 @@ class BucketStore(CheckpointStore):
         self._pulled.remove_unfinished(folder.name)
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
         try:
-            chain, base = chain_of(record, self.manifest, self._cached)
-            pull_chain(self.objects, chain, base, temporary)
-            remove_tree(folder, first=[MANIFEST_FILE])
-            os.replace(temporary, folder)
-            sync_folder(folder.parent)
+            with naming_full_disk(folder, "a policy"):
+                chain, base = chain_of(record, self.manifest, self._cached)
+                pull_chain(self.objects, chain, base, temporary)
+                remove_tree(folder, first=[MANIFEST_FILE])
+                os.replace(temporary, folder)
+                sync_folder(folder.parent)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.objects.url}/{record.path}: {error}", reason=Reason.MISSING) from error
         except OSError as error:
-            if full_disk(error):
-                raise disk_full_error(folder, "a policy", error) from error
             raise CheckpointError(f"{folder}: cannot be written: {error}") from error
         finally:
             remove_tree(temporary)
@@ -363,11 +349,10 @@ class BucketStore(CheckpointStore):
 
     def manifest(self, record: PolicyRecord) -> Manifest:
         """Read the manifest of a policy in the bucket. Raises CheckpointError unless it is the announced one."""
-        where = f"{self.objects.url}/{record.path}/{MANIFEST_FILE}"
-        try:
-            data = self.objects.read(f"{record.path}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES + 1)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{where}: missing", reason=Reason.MISSING) from error
+        key = f"{record.path}/{MANIFEST_FILE}"
+        where = f"{self.objects.url}/{key}"
+        with self._missing_as_error(key):
+            data = self.objects.read(key, MAX_MANIFEST_BYTES + 1)
         manifest = parse_manifest(data, where)
         if hashlib.sha256(data).hexdigest() != record.manifest_digest:
             raise CheckpointError(
@@ -377,11 +362,31 @@ class BucketStore(CheckpointStore):
         return manifest
 
 
-def _reject_several_nodes(url: str) -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    if world > local:
-        raise ConfigError(
-            f"checkpoints.folder={url}: a trainer over several nodes ({world} ranks, {local} here) requires a shared "
-            "folder for its state; set checkpoints.folder to a shared folder, or run the trainer on one node"
-        )
+def open_checkpoints(config: RunConfig, waits: Waits | None = None) -> CheckpointStore:
+    """Open the store of a run file; ``waits`` shows an object store that does not answer.
+
+    Generates the run's secret if the file has none. Raises ConfigError if the services share no run folder and the
+    location or the secret is missing: each service would create its own.
+    """
+    section = config.checkpoints
+    if not config.network.shared_folder:
+        for field, example in (("folder", "FOLDER"), ("secret", "SECRET")):
+            if not getattr(section, field):
+                raise ConfigError(
+                    f"checkpoints.{field} is missing: services without a shared run folder (network.shared_folder="
+                    f"false) require the same value; set it, for example with ROLLMESH_CHECKPOINTS__{example}"
+                )
+    folder, given = Path(config.folder), section.secret
+    return open_location(section, folder, given.get_secret_value().encode() if given else run_secret(folder), waits)
+
+
+def open_location(
+    section: CheckpointConfig, run_folder: Path, secret: bytes, waits: Waits | None = None
+) -> CheckpointStore:
+    """Open the store of a run folder with a known secret."""
+    if not section.remote:
+        return CheckpointStore(Path(section.folder) if section.folder else run_folder / "checkpoints", secret)
+    cache = Path(section.cache_folder) if section.cache_folder else run_folder / "checkpoints"
+    objects = ObjectStore(str(section.folder), section.object_store, parallel=section.parallel_transfers, waits=waits)
+    keep, anchor = section.cache_policies, section.anchor_every_versions
+    return BucketStore(cache, secret, objects, cache_policies=keep, anchor_every=anchor)

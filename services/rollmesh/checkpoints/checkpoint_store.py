@@ -7,8 +7,8 @@
     <root>/lineage                      identity of the store, which the queue records
 
 ``CheckpointStore`` is a folder that all services share. ``BucketStore`` (``bucket.py``) is the same store in an object
-store: the paths are its keys, and the root folder is the cache of one node. ``open_checkpoints`` (``location.py``)
-chooses. All methods block on the file system or the network; asyncio callers use a thread.
+store: the paths are its keys, and the root folder is the cache of one node. ``open_checkpoints`` chooses. All methods
+block on the file system or the network; asyncio callers use a thread.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ class CheckpointStore:
         ``write`` fills the given empty folder: with a PEFT adapter if there is a base. The folder is deleted on an
         error. Raises CheckpointError.
         """
-        draft = PolicyDraft(
-            session=session, policy_version=policy_version, train_step=train_step, parent=parent, base=base
-        )
+        draft = PolicyDraft(session, policy_version, train_step, parent, base)
         record = policies.publish(self.root, self._secret, draft, write, canary, self._encode_delta)
         self._share_policy(record)
         return record
@@ -133,6 +131,10 @@ class CheckpointStore:
             self._base = base, self._verified(base.record)
         return replace(policy, base=self._base[1])
 
+    def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
+        """Compare a published policy with its record, byte for byte."""
+        return policies.verify_files(policies.fetched(self.root, self._secret, record))
+
     def fetch(self, record: PolicyRecord, *, like: Manifest | None = None) -> FetchedPolicy:
         """Bring a published policy to this node, unless it is here, without verifying its files.
 
@@ -150,10 +152,6 @@ class CheckpointStore:
     def _fetched(self, record: PolicyRecord) -> FetchedPolicy:
         """Return a policy whose folder is on this node; a shared folder is."""
         return policies.fetched(self.root, self._secret, record)
-
-    def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
-        """Compare a published policy with its record, byte for byte."""
-        return policies.verify(self.root, self._secret, record)
 
     def mark_announced(self, record: PolicyRecord) -> None:
         """Mark the policy as accepted by the registry, and let ``latest`` name it."""
@@ -193,7 +191,10 @@ class CheckpointStore:
         settings that the step is trained with, ``outcomes`` those of the groups that ended since the last batch,
         ``replay`` the groups of earlier files that the step trains on too.
         """
-        return batches.write_batch(self.root, self._secret, batch, cursor, train_steps, settings, outcomes, replay)
+        return self._write_batch(batch, batches.footer_draft(batch, cursor, train_steps, settings, outcomes, replay))
+
+    def _write_batch(self, batch: Batch, draft: BatchFooter) -> str:
+        return batches.write_batch(self.root, self._secret, batch, draft)
 
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""
@@ -249,15 +250,7 @@ class CheckpointStore:
         """Save and commit a trainer state. Every rank must call this."""
         from rollmesh.checkpoints.states import save_state
 
-        state = save_state(
-            self.root,
-            self._secret,
-            session=session,
-            train_step=train_step,
-            rollback_count=rollback_count,
-            tensors=tensors,
-            extra=extra,
-        )
+        state = save_state(self.root, self._secret, session, train_step, rollback_count, tensors, extra)
         self._share_state(state)
         return state
 

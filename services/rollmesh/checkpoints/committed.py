@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, session_folders, write_new_file
+from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, session_folders
 from rollmesh.checkpoints.manifest import ManifestFile, check_files
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 
 FOLDER = "states"
 COMMITTED_FILE = "COMMITTED"
@@ -46,6 +45,11 @@ class StateRecord(BaseModel):
         """Return the bytes that the HMAC covers."""
         return canonical(self.model_dump(mode="json", exclude={"hmac"}))
 
+    def sealed_bytes(self, secret: bytes) -> bytes:
+        """Return the content of the file, with the HMAC filled in."""
+        tag = seal(secret, self.signed_bytes())
+        return canonical(self.model_copy(update={"hmac": tag}).model_dump(mode="json"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedState:
@@ -58,30 +62,6 @@ class CommittedState:
     def train_step(self) -> int:
         """Number of batches trained."""
         return self.record.train_step
-
-
-def commit(
-    folder: Path,
-    secret: bytes,
-    *,
-    train_step: int,
-    rollback_count: int,
-    session: str,
-    files: list[list[ManifestFile]],
-    extra: Mapping[str, Any],
-) -> None:
-    """Write ``COMMITTED``; rank r wrote ``files[r]``. All other files of the folder must be flushed before."""
-    record = StateRecord(
-        train_step=train_step,
-        rollback_count=rollback_count,
-        session=session,
-        world_size=len(files),
-        files=[file for rank in files for file in rank],
-        extra=dict(extra),
-        create_time=datetime.now(UTC),
-    )
-    sealed_record = record.model_copy(update={"hmac": seal(secret, record.signed_bytes())})
-    write_new_file(folder / COMMITTED_FILE, canonical(sealed_record.model_dump(mode="json")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

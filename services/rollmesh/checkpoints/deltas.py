@@ -24,8 +24,7 @@ from rollmesh.checkpoints.manifest import (
 )
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import PolicyDraft
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.types import PolicyRecord
 
 FOLDER = ".deltas"

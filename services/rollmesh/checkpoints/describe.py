@@ -15,10 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollmesh.checkpoints.manifest import Manifest, ModelShape
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical
 from rollmesh.config.model import AdapterConfig
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"

@@ -9,10 +9,11 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.file_writes import writing
 
 _NOT_LINKED = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -23,9 +24,9 @@ _REMOVAL_ATTEMPTS = 10
 _ERROR_TEXT = re.compile(r"(?:os error|code:|Errno) ?(\d+)")
 
 
-def sync_file(path: Path) -> None:
+def sync_file(path: Path, flags: int = os.O_NOFOLLOW) -> None:
     """Flush a closed file to the device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -34,11 +35,7 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Flush the entries of a folder to the device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_file(path, os.O_DIRECTORY)
 
 
 def sync_tree(folder: Path) -> None:
@@ -161,20 +158,18 @@ def remove_tree(folder: Path, *, first: Iterable[str] = ()) -> None:
         sync_folder(folder)
     except FileNotFoundError:
         return
+
+    def ignore_missing(_function: object, _path: object, failure: Any) -> None:
+        if not isinstance(failure[1], FileNotFoundError):
+            raise failure[1]
+
     for attempt in range(1, _REMOVAL_ATTEMPTS + 1):
         try:
-            shutil.rmtree(folder, onerror=_ignore_missing)
+            shutil.rmtree(folder, onerror=ignore_missing)
             return
         except OSError as error:
             if error.errno != errno.ENOTEMPTY or attempt == _REMOVAL_ATTEMPTS:
                 raise
-
-
-def _ignore_missing(
-    _function: object, _path: object, failure: tuple[type[BaseException], BaseException, object]
-) -> None:
-    if not isinstance(failure[1], FileNotFoundError):
-        raise failure[1]
 
 
 def full_disk(error: BaseException) -> bool:
@@ -184,6 +179,17 @@ def full_disk(error: BaseException) -> bool:
     # safetensors and torch report the operating system's error as text only.
     number = _ERROR_TEXT.search(str(error))
     return number is not None and int(number[1]) in _FULL
+
+
+@contextmanager
+def naming_full_disk(folder: Path, item: str) -> Iterator[None]:
+    """Raise CheckpointError (disk_full) in place of any error that means a full disk, while ``item`` is written."""
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if full_disk(error) and not isinstance(error, CheckpointError):
+            raise disk_full_error(folder, item, error) from error
+        raise
 
 
 def disk_full_error(folder: Path, item: str, error: BaseException) -> CheckpointError:

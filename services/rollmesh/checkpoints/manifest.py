@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollmesh.checkpoints.durable import check_file, confined, regular_files, sha256_of
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.types import PolicyRecord
 
 MANIFEST_FILE = "manifest.json"

@@ -13,14 +13,13 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_file, sync_folder
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.checkpoints.durable import make_folder, naming_full_disk, sync_file, sync_folder
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import Backoff
@@ -69,11 +68,11 @@ class ObjectStore:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
 
         def copy() -> None:
-            with _convert_disk_full(target, key):
+            with naming_full_disk(target.parent, f"a copy of {key}"):
                 self._files.get_file(self._full_key(key), str(temporary))
 
         try:
-            with _convert_disk_full(target, key):
+            with naming_full_disk(target.parent, f"a copy of {key}"):
                 make_folder(target.parent)
                 self._retry(f"reading {key}", copy, large=True)
                 sync_file(temporary)
@@ -219,17 +218,6 @@ class ObjectStore:
                 get_logger("objects").warning("object_store_retry", what=operation, message=str(error)[:200])
                 self._waits.begin(_WAIT, str(failure))
             time.sleep(pause)
-
-
-@contextmanager
-def _convert_disk_full(target: Path, key: str) -> Iterator[None]:
-    """Convert the OSError of a full disk to CheckpointError (disk_full)."""
-    try:
-        yield
-    except OSError as error:
-        if full_disk(error):
-            raise disk_full_error(target.parent, f"a copy of {key}", error) from error
-        raise
 
 
 def _file_system(scheme: str, options: dict[str, Any]) -> Any:

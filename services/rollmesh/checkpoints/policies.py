@@ -14,10 +14,9 @@ from pathlib import Path
 from rollmesh.checkpoints.describe import describe_adapter, describe_folder
 from rollmesh.checkpoints.durable import (
     confined,
-    disk_full_error,
-    full_disk,
     is_folder_name,
     make_folder,
+    naming_full_disk,
     regular_files,
     remove_tree,
     session_folders,
@@ -36,8 +35,7 @@ from rollmesh.checkpoints.manifest import (
     manifest_files,
     parse_manifest,
 )
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import PolicyRecord
 
@@ -79,7 +77,7 @@ class FetchedPolicy:
     """Inode of the folder, which changes if the folder is replaced."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PolicyDraft:
     """Identity of a policy before its publication."""
 
@@ -88,7 +86,7 @@ class PolicyDraft:
     policy_version: int
     train_step: int
     parent: int | None
-    base: BasePolicy | None = None
+    base: BasePolicy | None
     """Policy that an adapter is applied above; None publishes full weights."""
 
 
@@ -119,19 +117,17 @@ def publish(
     if (folder / MANIFEST_FILE).exists():
         raise CheckpointError(f"{folder}: this session has already published train step {draft.train_step}")
     try:
-        remove_tree(folder)
-        make_folder(folder)
-        digests = write(folder)
-        manifest = _manifest(folder, digests or {}, draft, canary)
-        manifest = manifest.model_copy(update={"delta": encode(draft, folder)}).signed(secret)
-        sync_tree(folder)
-        data = manifest.to_bytes()
-        write_new_file(folder / MANIFEST_FILE, data)
-    except BaseException as error:
-        failure = disk_full_error(folder, "a policy", error) if full_disk(error) else None
+        with naming_full_disk(folder, "a policy"):
+            remove_tree(folder)
+            make_folder(folder)
+            digests = write(folder)
+            manifest = _manifest(folder, digests or {}, draft, canary)
+            manifest = manifest.model_copy(update={"delta": encode(draft, folder)}).signed(secret)
+            sync_tree(folder)
+            data = manifest.to_bytes()
+            write_new_file(folder / MANIFEST_FILE, data)
+    except BaseException:
         remove_tree(folder, first=[MANIFEST_FILE])
-        if failure is not None:
-            raise failure from error
         raise
     return PolicyRecord(
         policy_version=draft.policy_version,
@@ -141,26 +137,16 @@ def publish(
     )
 
 
-def verify(root: Path, secret: bytes, record: PolicyRecord) -> VerifiedPolicy:
-    """Compare a published folder with its record, byte for byte, without loading it.
-
-    Raises CheckpointError with the ``reason`` of the first difference.
-    """
-    return verify_files(fetched(root, secret, record))
-
-
 def fetched(root: Path, secret: bytes, record: PolicyRecord) -> FetchedPolicy:
     """Compare the manifest of a published folder with its record. Raises CheckpointError with the ``reason``."""
     folder = confined(root, record.path)
     data = _read_manifest(folder)
+    manifest = parse_manifest(data, str(folder / MANIFEST_FILE))  # an incomplete one is a torn write
     if hashlib.sha256(data).hexdigest() != record.manifest_digest:
-        # An incomplete manifest is a torn write. A complete manifest with another digest was replaced.
-        parse_manifest(data, str(folder / MANIFEST_FILE))
         raise CheckpointError(
             f"{folder}: the manifest differs from the one announced as policy_version {record.policy_version}",
             reason=Reason.TAMPERED,
         )
-    manifest = parse_manifest(data, str(folder / MANIFEST_FILE))
     manifest.check_signature(secret)
     if (manifest.policy_version, manifest.train_step) != (record.policy_version, record.train_step):
         raise CheckpointError(
@@ -193,15 +179,9 @@ def _inode(folder: Path) -> int:
 def mark_announced(root: Path, record: PolicyRecord) -> None:
     """Mark the policy as accepted by the registry, on disk. Idempotent. CheckpointError (disk_full) on a full disk."""
     folder = confined(root, record.path)
-    marker = folder / ANNOUNCED_FILE
-    if marker.exists():
-        return
-    try:
-        write_new_file(marker, b"")
-    except OSError as error:
-        if full_disk(error):
-            raise disk_full_error(folder, ANNOUNCED_FILE, error) from error
-        raise
+    if not (folder / ANNOUNCED_FILE).exists():
+        with naming_full_disk(folder, ANNOUNCED_FILE):
+            write_new_file(folder / ANNOUNCED_FILE, b"")
 
 
 def link_latest(root: Path, record: PolicyRecord) -> None:
@@ -216,14 +196,14 @@ def link_latest(root: Path, record: PolicyRecord) -> None:
             return
     temporary = root / f".{LATEST_LINK}-{uuid.uuid4().hex}"
     try:
-        temporary.symlink_to(record.path, target_is_directory=True)
-        os.replace(temporary, link)
-        sync_folder(root)
+        with naming_full_disk(root, LATEST_LINK):
+            temporary.symlink_to(record.path, target_is_directory=True)
+            os.replace(temporary, link)
+            sync_folder(root)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        if full_disk(error):
-            raise disk_full_error(root, LATEST_LINK, error) from error
         get_logger("checkpoints").warning("latest_not_linked", message=str(error))
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def found_manifests(root: Path) -> Iterator[FoundManifest]:
@@ -356,20 +336,18 @@ def sound_records(
     """
     best: dict[int, tuple[bool, datetime, PolicyRecord]] = {}
     for found in manifests:
-        try:
+        with contextlib.suppress(CheckpointError):
             manifest = found.manifest(secret)
-        except CheckpointError:
-            continue
-        record = PolicyRecord(
-            policy_version=manifest.policy_version,
-            train_step=manifest.train_step,
-            path=found.path,
-            manifest_digest=hashlib.sha256(found.data or b"").hexdigest(),
-        )
-        entry = (found.announced, manifest.create_time, record)
-        known = best.get(manifest.policy_version)
-        if (entry[0] or not announced_only) and (known is None or entry[:2] > known[:2]):
-            best[manifest.policy_version] = entry
+            record = PolicyRecord(
+                policy_version=manifest.policy_version,
+                train_step=manifest.train_step,
+                path=found.path,
+                manifest_digest=hashlib.sha256(found.data or b"").hexdigest(),
+            )
+            entry = (found.announced, manifest.create_time, record)
+            known = best.get(manifest.policy_version)
+            if (found.announced or not announced_only) and (known is None or entry[:2] > known[:2]):
+                best[manifest.policy_version] = entry
     return [best[version][2] for version in sorted(best)]
 
 

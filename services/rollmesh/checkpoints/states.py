@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from rollmesh.checkpoints import committed
-from rollmesh.checkpoints.committed import CommittedState
+from rollmesh.checkpoints.committed import CommittedState, StateRecord
 from rollmesh.checkpoints.durable import (
     disk_full_error,
     full_disk,
@@ -34,8 +35,7 @@ from rollmesh.checkpoints.durable import (
 )
 from rollmesh.checkpoints.manifest import ManifestFile
 from rollmesh.checkpoints.policies import folder_name
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 
 _RANK_FILES = TypeAdapter(list[ManifestFile])
 
@@ -43,7 +43,6 @@ _RANK_FILES = TypeAdapter(list[ManifestFile])
 def save_state(
     root: Path,
     secret: bytes,
-    *,
     session: str,
     train_step: int,
     rollback_count: int,
@@ -71,15 +70,16 @@ def save_state(
         with _together(folder):
             if rank == 0:
                 files = [_RANK_FILES.validate_json(_rank_file(folder, r).read_bytes()) for r in range(world)]
-                committed.commit(
-                    folder,
-                    secret,
+                record = StateRecord(
                     train_step=train_step,
                     rollback_count=rollback_count,
                     session=session,
-                    files=files,
-                    extra=extra,
+                    world_size=world,
+                    files=[file for rank_files in files for file in rank_files],
+                    extra=dict(extra),
+                    create_time=datetime.now(UTC),
                 )
+                write_new_file(folder / committed.COMMITTED_FILE, record.sealed_bytes(secret))
     except (Exception, CheckpointException) as error:
         if full_disk(error) or (isinstance(error, CheckpointError) and error.reason == Reason.DISK_FULL):
             failure = disk_full_error(folder, "a trainer state", error)

@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError

@@ -8,8 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import EngineError
+from rollmesh.errors import EngineError, Reason
 from rollmesh.generator.engines.engine_protocol import EngineStatus
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import FinishReason

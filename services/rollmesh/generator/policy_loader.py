@@ -27,8 +27,7 @@ import numpy as np
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.checkpoints.policies import VerifiedPolicy
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, EngineError
+from rollmesh.errors import CheckpointError, EngineError, Reason
 from rollmesh.generator.canary import Canary, CanaryScores
 from rollmesh.generator.engines.engine_protocol import Engine, EngineLost, OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics

@@ -16,8 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
+from rollmesh.errors import CheckpointError, DataError, EngineError, Reason, StoreUnavailable
 from rollmesh.generator.canary import CanaryFailed
 from rollmesh.generator.engines.engine_protocol import EngineLost
 from rollmesh.generator.generator_metrics import GeneratorMetrics

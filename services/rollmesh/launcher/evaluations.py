@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig, load_run_config, text_override
 from rollmesh.config.data import JsonlSource

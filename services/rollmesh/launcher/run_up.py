@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, PoliciesRefused, StoreUnavailable
 from rollmesh.launcher.evaluations import evaluate_version, finish_evaluations

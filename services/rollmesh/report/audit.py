@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollmesh.checkpoints.bucket import open_location
 from rollmesh.checkpoints.bucket_copies import MOST_BYTES
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore, CopyCheck
-from rollmesh.checkpoints.location import open_location
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config.section import one_line
 from rollmesh.errors import CheckpointError, DataError

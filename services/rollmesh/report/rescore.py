@@ -11,8 +11,7 @@ import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.policies import UnsoundPolicy, VerifiedPolicy
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.report.audit_result import (
     GAP_BOUNDS,
     LARGE_MEAN,

@@ -54,7 +54,14 @@ def api_app(
 
     @app.get(f"{prefix}/docs", include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(docs_page(app.openapi()))
+        environment = Environment(
+            loader=PackageLoader("rollmesh.runtime"),
+            autoescape=True,
+            undefined=ChainableUndefined,  # most parts of an OpenAPI document are optional
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        return HTMLResponse(environment.get_template("docs_page.html.j2").render(app.openapi()))
 
     _add_errors(app, service, prefix)
     _describe(app, error_schema, further_models)
@@ -87,41 +94,35 @@ def _add_errors(app: FastAPI, service: str, prefix: str) -> None:
         headers = error.headers
         if error.status_code == 405:
             # The router lists only the methods of the first route of a path.
-            headers = {"Allow": ", ".join(sorted(_methods(request, (headers or {}).get("Allow", ""))))}
+            path = getattr(request.scope.get("route"), "path_format", "")
+            methods = {method.upper() for method in request.app.openapi()["paths"].get(path, {})}
+            headers = {"Allow": ", ".join(sorted(methods)) or (headers or {}).get("Allow", "")}
         return _answer(request, error.status_code, message, None, hint, headers)
 
     @app.exception_handler(RollmeshError)
     async def run_error(request: Request, error: RollmeshError) -> Response:
         if isinstance(error, Conflict):
-            return _answer(request, 409, str(error), None, None)
+            return _answer(request, 409, str(error))
         if isinstance(error, ConfigError | DataError):
-            return _answer(request, 400, str(error), None, None)
+            return _answer(request, 400, str(error))
         hint = "the store is unreachable or recovering: retry in a moment" if isinstance(error, StoreError) else None
         return _answer(request, 503, str(error), None, hint)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         get_logger(service).error("request_failed", path=request.url.path, error=repr(error), exc_info=error)
-        return _answer(request, 500, f"internal error of the {service} service; its log has the traceback", None, None)
-
-
-def _methods(request: Request, first: str) -> set[str]:
-    """Return the HTTP methods of all operations at the requested path; ``first`` is used if the path is unknown."""
-    path = getattr(request.scope.get("route"), "path_format", "")
-    operations = request.app.openapi()["paths"].get(path, {})
-    return {method.upper() for method in operations} or {first}
+        return _answer(request, 500, f"internal error of the {service} service; its log has the traceback")
 
 
 def _answer(
     request: Request,
     status: int,
     error: str,
-    field: str | None,
-    hint: str | None,
+    field: str | None = None,
+    hint: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    body = error_body(request.url.path, status, error, field, hint)
-    return JSONResponse(body, status_code=status, headers=None if headers is None else dict(headers))
+    return JSONResponse(error_body(request.url.path, status, error, field, hint), status, headers)
 
 
 def _describe(app: FastAPI, error_schema: str, further_models: Sequence[type[BaseModel]]) -> None:
@@ -182,21 +183,6 @@ async def no_check() -> None:
     """Allow every read; the dependency of reads without a token."""
 
 
-def docs_page(document: Mapping[str, Any]) -> str:
-    """Return HTML with every operation and every schema."""
-    environment = Environment(
-        loader=PackageLoader("rollmesh.runtime"),
-        autoescape=True,
-        undefined=ChainableUndefined,  # most parts of an OpenAPI document are optional
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("docs_page.html.j2").render(document)
-
-
-_SLASHES = re.compile("/{2,}")
-
-
 class PlainPaths:
     """ASGI middleware that serves ``//v1/models`` and ``/v1/models/`` as ``/v1/models``."""
 
@@ -209,13 +195,9 @@ class PlainPaths:
         if scope["type"] == "http":
             # The path as sent: an encoded slash belongs to a parameter.
             sent = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
-            plain = plain_path(sent, self._prefix)
+            plain = re.sub("/{2,}", "/", sent)
+            if plain.startswith(f"{self._prefix}/"):
+                plain = plain.rstrip("/")
             if plain != sent:
                 scope["path"], scope["raw_path"] = unquote(plain), plain.encode("latin-1")
         await self._app(scope, receive, send)
-
-
-def plain_path(path: str, prefix: str) -> str:
-    """Return a path without doubled slashes, and below ``prefix`` without one at the end."""
-    plain = _SLASHES.sub("/", path)
-    return plain.rstrip("/") if plain.startswith(f"{prefix}/") else plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
@@ -52,8 +51,12 @@ def check_capacity(config: RunConfig, requested: Mapping[str, int], service: str
 
     ``requested`` are the current scale requests, which override the replicas of the run file.
     """
+    sizes: list[int] = []
+    for endpoint in read_endpoints(Path(config.folder), service):
+        with suppress(psutil.Error):
+            sizes.append(psutil.Process(endpoint.pid).memory_info().rss)
     current = {**configured_replicas(config), **requested}
-    refuse_overload(this_machine(), current, service, replicas, _process_bytes(Path(config.folder), service))
+    refuse_overload(this_machine(), current, service, replicas, max(sizes, default=_PROCESS_BYTES))
 
 
 def check_configured(config: RunConfig, machine: Machine) -> None:
@@ -110,15 +113,6 @@ def _weight_bytes(config: RunConfig) -> int:
         return sum(file.stat().st_size for file in resolve_model(config.model.path).glob("*.safetensors"))
     except (ConfigError, OSError):
         return 0  # the checks of the model name the problem
-
-
-def _process_bytes(folder: Path, service: str) -> int:
-    """Return the resident memory of the largest running process of a service."""
-    sizes: list[int] = []
-    for endpoint in read_endpoints(folder, service):
-        with contextlib.suppress(psutil.Error):
-            sizes.append(psutil.Process(endpoint.pid).memory_info().rss)
-    return max(sizes, default=_PROCESS_BYTES)
 
 
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,8 +27,8 @@ class Endpoint:
 
     service: str
     index: int
-    pid: int
-    grpc: str
+    pid: int = field(default_factory=os.getpid)
+    grpc: str = ""
     """Address host:port; empty for services without a gRPC port."""
     admin: str
     """Address host:port of /metrics, /healthz and /readyz."""
@@ -41,32 +41,18 @@ class Endpoint:
 
 
 @contextmanager
-def published_endpoint(
-    run_folder: Path,
-    *,
-    service: str,
-    index: int,
-    grpc: str,
-    admin: str,
-    run: str = "",
-    url: str = "",
-    pod: str = "",
-    starting: bool = False,
-) -> Iterator[Endpoint]:
+def published_endpoint(run_folder: Path, endpoint: Endpoint, run: str = "") -> Iterator[None]:
     """Write the endpoint files and remove them at exit, unless a successor has replaced them.
 
     ``run`` is the run's name for the Prometheus labels, by default the name of its folder.
     """
-    endpoint = Endpoint(
-        service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin, url=url, pod=pod, starting=starting
-    )
-    name = f"{service}-{index}.json"
+    name = f"{endpoint.service}-{endpoint.index}.json"
     file, target = run_folder / "services" / name, run_folder / "scrape" / name
-    labels = {"run": run or run_folder.name, "service": service, "index": str(index)}
+    labels = {"run": run or run_folder.name, "service": endpoint.service, "index": str(endpoint.index)}
     _write(file, asdict(endpoint))
-    _write(target, [{"targets": [admin], "labels": labels}])
+    _write(target, [{"targets": [endpoint.admin], "labels": labels}])
     try:
-        yield endpoint
+        yield
     finally:
         with suppress(OSError, ValueError):
             if json.loads(file.read_text(encoding="utf-8"))["pid"] == os.getpid():
@@ -160,17 +146,12 @@ class ServiceStates:
             answer = await self._client.get(endpoint.admin, "/readyz")
             return answer.is_success, str(answer.json()["waits"])
         except httpx.ConnectError as error:
-            return False, f"its admin port cannot be reached from here: {_cause(error)}"
+            # The error of the operating system is below that of the client, which has a text of its own.
+            cause: BaseException | None = error
+            while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+                inner = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else None
+                cause = inner or cause.__cause__ or cause.__context__
+            reason = cause.strerror if isinstance(cause, OSError) else error
+            return False, f"its admin port cannot be reached from here: {reason}"
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return False, ""  # a service that ends, or is too busy to answer
-
-
-def _cause(error: BaseException) -> str:
-    """Return the error of the operating system below an error of the client, which has a text of its own."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError) and found.strerror:
-            return found.strerror
-        inner = found.exceptions[0] if isinstance(found, BaseExceptionGroup) else None
-        found = inner or found.__cause__ or found.__context__
-    return str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,7 +46,11 @@ class JsonLinesTail:
                 self._skip_line(handle)
                 return []
         self._offset += len(complete) + len(newline)
-        return [record for line in complete.splitlines() if (record := _record(line)) is not None]
+        records = []
+        for line in complete.splitlines():
+            with suppress(ValueError):
+                records.append(json.loads(line))
+        return [record for record in records if isinstance(record, dict)]
 
     def rewind(self) -> None:
         """Make the next ``read`` begin at the first line."""
@@ -74,14 +79,6 @@ class JsonLinesTail:
         if not same:
             self._offset = 0
         self._inode = found.st_ino
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 _TAIL_BYTES = 64 << 10

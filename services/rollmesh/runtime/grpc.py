@@ -42,6 +42,9 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
 class BearerTokenInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor that rejects calls without an accepted bearer token; the health service stays open for probes."""
 
@@ -53,14 +56,13 @@ class BearerTokenInterceptor(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata)
         refusal = self._tokens.refusal(str(metadata.get("authorization", "")))
-        return _refuser(refusal) if refusal else await continuation(handler_call_details)
+        if not refusal:
+            return await continuation(handler_call_details)
 
+        async def refuse(_request: Any, context: Context) -> Any:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
 
-def _refuser(reason: str) -> Any:
-    async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
-
-    return grpc.unary_unary_rpc_method_handler(refuse)
+        return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 class HealthReporter:
@@ -99,15 +101,8 @@ def create_channel(address: str, security: PortSecurity = OPEN) -> grpc.aio.Chan
 
 def call_metadata(*, traceparent: str = "", token: str | None = None) -> tuple[tuple[str, str], ...]:
     """Return the metadata of one call."""
-    pairs: list[tuple[str, str]] = []
-    if traceparent:
-        pairs.append(("traceparent", traceparent))
-    if token:
-        pairs.append(("authorization", f"Bearer {token}"))
-    return tuple(pairs)
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
+    pairs = (("traceparent", traceparent), ("authorization", f"Bearer {token}" if token else ""))
+    return tuple(pair for pair in pairs if pair[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +127,15 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         if handler is None or handler.request_streaming:
             return handler
-        decode = handler.request_deserializer
+
+        def decode(data: bytes) -> Any:
+            try:
+                return handler.request_deserializer(data)
+            except Exception as error:  # protobuf's DecodeError; codecs of other message types may raise other errors
+                return _Malformed(f"{type(error).__name__}: {error}")
+
         codecs = {
-            "request_deserializer": None if decode is None else _tolerant(decode),
+            "request_deserializer": decode if handler.request_deserializer is not None else None,
             "response_serializer": handler.response_serializer,
         }
         if handler.response_streaming:
@@ -151,7 +152,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 self._note(method, context)
                 return response
             except Exception as error:
-                await self._refused(method, error, context)
+                await self._failed(method, error, context)
 
         return answer
 
@@ -164,19 +165,18 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                         yield response
                 self._note(method, context)
             except Exception as error:
-                await self._refused(method, error, context)
+                await self._failed(method, error, context)
 
         return answer
 
     def _note(self, method: str, context: Context) -> None:
-        """Log a rejection that the handler set as its status without an exception."""
+        """Log a rejection, which the handler has raised or set as its status."""
         if context.code() is grpc.StatusCode.INVALID_ARGUMENT:
             self._line("request_refused", method, "INVALID_ARGUMENT", context.details(), None)
 
-    async def _refused(self, method: str, error: Exception, context: Context) -> NoReturn:
+    async def _failed(self, method: str, error: Exception, context: Context) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):
-            if context.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                self._line("request_refused", method, "INVALID_ARGUMENT", context.details(), None)
+            self._note(method, context)
             raise error
         if isinstance(error, grpc.aio.InternalError):
             raise error  # the client has disconnected before the answer was sent; gRPC ignores this
@@ -184,22 +184,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         await context.abort(grpc.StatusCode.INTERNAL, "internal error: see the traceback in the log of the service")
 
     def _line(self, event: str, method: str, status: str, message: str, error: Exception | None) -> None:
-        suppressed = self._limit.suppressed((method, status))
-        if suppressed is None:
-            return
-        self._log.warning(
-            event, method=method, status=status, message=message[:500], suppressed=suppressed, exc_info=error
-        )
-
-
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def decode(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except Exception as error:  # protobuf's DecodeError; codecs of other message types may raise other errors
-            return _Malformed(f"{type(error).__name__}: {error}")
-
-    return decode
+        if (suppressed := self._limit.suppressed((method, status))) is not None:
+            names = {"method": method, "status": status, "message": message[:500], "suppressed": suppressed}
+            self._log.warning(event, **names, exc_info=error)
 
 
 async def _check(request: Any, context: Context) -> None:

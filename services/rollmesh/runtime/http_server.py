@@ -37,8 +37,10 @@ async def public_server(
 ) -> AsyncIterator[str]:
     """Serve an application; yields its URL, which ends in a slash. ConfigError names ``field`` if the port is taken."""
     listener = listen_with_timeout(host, port, field)
+    if host in WILDCARDS:  # clients need an address to connect to
+        host = config.network.advertise_host or ("::1" if ":" in host else "127.0.0.1")
     async with http_server(app, listener, security, grace_seconds=_GRACE_SECONDS) as bound:
-        yield f"{security.scheme}://{host_port(_reachable(config, host), bound)}/"
+        yield f"{security.scheme}://{host_port(host, bound)}/"
 
 
 @contextlib.asynccontextmanager
@@ -109,13 +111,6 @@ def listen(host: str, port: int, field: str) -> socket.socket:
         raise ConfigError(f"cannot listen at {host}, {field}={port}: {error}") from error
 
 
-def _reachable(config: RunConfig, host: str) -> str:
-    """Return an address to connect to, also if the server is bound to all addresses."""
-    if host not in WILDCARDS:
-        return host
-    return config.network.advertise_host or ("::1" if ":" in host else "127.0.0.1")
-
-
 class _Server(uvicorn.Server):
     """A uvicorn server that leaves signals to ``run_service``."""
 
@@ -142,7 +137,7 @@ class HttpProtocol(H11Protocol):
         self._start_timer()
         self._tls = transport.get_extra_info("ssl_object")
         if self._tls is not None and self._tls.getpeercert():
-            self.app = partial(_verified, self.app)
+            self.app = _verified(self.app)
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
@@ -176,8 +171,8 @@ class HttpProtocol(H11Protocol):
             self._head_timer = None
 
 
-async def _verified(app: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    await app({**scope, VERIFIED: True}, receive, send)
+def _verified(app: Any) -> ASGIApp:
+    return lambda scope, receive, send: app({**scope, VERIFIED: True}, receive, send)
 
 
 class HeadRequests:

@@ -42,7 +42,6 @@ def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream
         processors=[
             structlog.contextvars.merge_contextvars,
             _Names(service, run),
-            _PolicyVersion(),
             *([_TraceIds(run, config.trace_ratio)] if config.otlp_endpoint is not None else []),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -68,8 +67,8 @@ def note_policy_version(version: int) -> None:
     It is stored in structlog's configuration, so a new ``configure_logging`` clears it.
     """
     for processor in structlog.get_config()["processors"]:
-        if isinstance(processor, _PolicyVersion):
-            processor.noted = version
+        if isinstance(processor, _Names):
+            processor.names["policy_version"] = version
 
 
 @contextmanager
@@ -95,25 +94,14 @@ class _Output:
 
 
 class _Names:
-    """Processor that adds service and run; context variables are missing in threads of libraries."""
+    """Processor that adds service, run and the noted policy version; threads of libraries have no context variables."""
 
     def __init__(self, service: str, run: str) -> None:
-        self._names = {"service": service, "run": run}
+        self.names: dict[str, Any] = {"service": service, "run": run}
 
     def __call__(self, _logger: Any, _method: str, event: Event) -> Event:
-        for name, value in self._names.items():
+        for name, value in self.names.items():
             event.setdefault(name, value)
-        return event
-
-
-class _PolicyVersion:
-    """Processor that adds the noted policy version to lines without one."""
-
-    noted: int | None = None
-
-    def __call__(self, _logger: Any, _method: str, event: Event) -> Event:
-        if self.noted is not None:
-            event.setdefault("policy_version", self.noted)
         return event
 
 
@@ -168,7 +156,18 @@ def capture_foreign_logs() -> None:
     logging.getLogger().addHandler(_LibraryLogHandler())
     logging.captureWarnings(True)
     sys.excepthook = log_crash
-    threading.excepthook = _thread_crashed
+
+    def thread_crashed(of: threading.ExceptHookArgs) -> None:
+        if of.exc_value is not None and not issubclass(of.exc_type, SystemExit):
+            get_logger("lifecycle").error(
+                "thread_crashed",
+                thread=of.thread.name if of.thread is not None else "",
+                error=of.exc_type.__name__,
+                message=str(of.exc_value),
+                exc_info=(of.exc_type, of.exc_value, of.exc_traceback),
+            )
+
+    threading.excepthook = thread_crashed
 
 
 class _LibraryLogHandler(logging.Handler):
@@ -198,16 +197,4 @@ def log_crash(kind: type[BaseException], error: BaseException, trace: TracebackT
         return
     get_logger("lifecycle").critical(
         CRASH_EVENT, error=kind.__name__, message=str(error), exc_info=(kind, error, trace)
-    )
-
-
-def _thread_crashed(of: threading.ExceptHookArgs) -> None:
-    if of.exc_value is None or issubclass(of.exc_type, SystemExit):
-        return
-    get_logger("lifecycle").error(
-        "thread_crashed",
-        thread=of.thread.name if of.thread is not None else "",
-        error=of.exc_type.__name__,
-        message=str(of.exc_value),
-        exc_info=(of.exc_type, of.exc_value, of.exc_traceback),
     )

@@ -148,8 +148,13 @@ class RequestGuard:
             else:
                 await self._app(scope, _replay(body, receive), counted)
         finally:
+            # The template of the route limits the number of label values.
+            found = scope.get("route")
+            route = getattr(found, "path_format", None) or getattr(found, "path", None)
+            if not isinstance(route, str):
+                route = "page" if scope["path"] == "/" or scope["path"].startswith("/page/") else "other"
             # Status 0: the client disconnected, or the application failed, before the response began.
-            self._metrics.requests.labels(route=_route(scope), status=f"{(seen or 500) // 100}xx").inc()
+            self._metrics.requests.labels(route=route, status=f"{(seen or 500) // 100}xx").inc()
 
     async def _checked_body(self, headers: Headers, receive: Receive) -> bytes:
         """Return the whole body; raises ApiError for a request that must not reach a route."""
@@ -165,7 +170,14 @@ class RequestGuard:
         except TimeoutError as error:
             raise _TooSlow("the body did not arrive in time", field="body", hint="send the body faster") from error
         except ApiError:
-            await _let_finish(receive, self._most_bytes)
+            # Read for a while longer: a client whose upload is cut off does not see the response.
+            left, more = _MOST_WASTED * self._most_bytes, True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_SECONDS):
+                    while left > 0 and more:
+                        message = await receive()
+                        left -= len(message.get("body", b""))
+                        more = message.get("more_body", False)
             raise
 
     async def _read_body(self, receive: Receive) -> bytes:
@@ -187,18 +199,6 @@ class RequestGuard:
                     return bytes(body)
         finally:
             self._arriving -= len(body)
-
-
-async def _let_finish(receive: Receive, most_bytes: int) -> None:
-    """Read for a while longer: a client whose upload is cut off does not see the response."""
-    left = _MOST_WASTED * most_bytes
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_SECONDS):
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -233,11 +233,3 @@ def _matches(host: str, allowed: str) -> bool:
     if allowed.startswith("*."):
         return any(name.endswith(allowed[1:]) for name in names)
     return allowed == "*" or allowed in names
-
-
-def _route(scope: Scope) -> str:
-    """Return the template of the route, which limits the number of label values."""
-    path = getattr(scope.get("route"), "path_format", None) or getattr(scope.get("route"), "path", None)
-    if isinstance(path, str):
-        return path
-    return "page" if scope["path"] == "/" or scope["path"].startswith("/page/") else "other"

@@ -7,7 +7,6 @@ service's health.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from starlette.middleware.base import RequestResponseEndpoint
 
 from rollmesh.config import RunConfig
 from rollmesh.runtime.addresses import advertised, bind_host
-from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.endpoints import Endpoint, published_endpoint
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.http_server import VERIFIED, http_server, listen
 from rollmesh.runtime.metrics import Metrics
@@ -47,13 +46,16 @@ class ServiceHost:
 
     def publish(self, *, grpc: str = "", url: str = "", starting: bool = False) -> None:
         """Write the endpoint files of the process, until its end; ``starting`` while only the admin port answers."""
-        names = {"service": self.service, "run": self.config.name, "pod": self.config.network.instance or ""}
-        folder = Path(self.config.folder)
-        self.stack.enter_context(
-            published_endpoint(
-                folder, **names, index=self.index, grpc=grpc, admin=self.admin, url=url, starting=starting
-            )
+        endpoint = Endpoint(
+            service=self.service,
+            index=self.index,
+            grpc=grpc,
+            admin=self.admin,
+            url=url,
+            pod=self.config.network.instance or "",
+            starting=starting,
         )
+        self.stack.enter_context(published_endpoint(Path(self.config.folder), endpoint, self.config.name))
 
 
 @asynccontextmanager
@@ -80,7 +82,7 @@ async def service_host(config: RunConfig, service: str, index: int) -> AsyncIter
 PROBES = frozenset({"/healthz", "/readyz"})
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def admin_server(
     metrics: Metrics, health: Health, host: str, port: int = 0, security: PortSecurity = OPEN
 ) -> AsyncIterator[int]:
@@ -89,13 +91,6 @@ async def admin_server(
     Also registers the certificate metrics in ``metrics``, because every service opens an admin port.
     """
     metrics.registry.register(CertificateCollector(metrics.component, security.tls))
-    app = admin_app(metrics, health, security)
-    async with http_server(app, listen(host, port, "network.admin_port"), security) as bound:
-        yield bound
-
-
-def admin_app(metrics: Metrics, health: Health, security: PortSecurity = OPEN) -> FastAPI:
-    """Create the FastAPI application of the admin port."""
     app = FastAPI(title=f"rollmesh {metrics.component}", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.middleware("http")
@@ -122,7 +117,8 @@ def admin_app(metrics: Metrics, health: Health, security: PortSecurity = OPEN) -
         state = {"ready": ready, "reason": reason, "waits": health.waits.text()}
         return JSONResponse(state, status_code=200 if ready else 503)
 
-    return app
+    async with http_server(app, listen(host, port, "network.admin_port"), security) as bound:
+        yield bound
 
 
 class CertificateCollector(Collector):

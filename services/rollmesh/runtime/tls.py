@@ -50,7 +50,15 @@ class TlsFiles:
         self._files = {"certificate": certificate, "key": key, "ca": ca}
         self._next_check = 0.0
         self.clock: Callable[[], float] = time.monotonic
-        self._stamp, self._material = self._initial()
+        for _ in range(_LOAD_ATTEMPTS):
+            self._stamp = self._stamps()
+            try:
+                self._material = self._load()
+                return
+            except ConfigError:
+                if self._stamps() == self._stamp:  # otherwise the files are being replaced
+                    raise
+        self._material = self._load()
 
     @classmethod
     def from_config(cls, config: TlsConfig) -> Self | None:
@@ -132,17 +140,6 @@ class TlsFiles:
             return
         self._stamp, self._material = stamp, material
         get_logger("security").info("certificates_read_again", file=str(self._files["certificate"]))
-
-    def _initial(self) -> tuple[tuple[Stamp, ...], TlsMaterial]:
-        """Load the files at startup; retry while they are being replaced."""
-        for _ in range(_LOAD_ATTEMPTS):
-            stamp = self._stamps()
-            try:
-                return stamp, self._load()
-            except ConfigError:
-                if self._stamps() == stamp:
-                    raise
-        return stamp, self._load()
 
     def _load(self) -> TlsMaterial:
         """Read and verify a consistent content of all files.

@@ -80,15 +80,12 @@ class Tracer:
         return place if place is not None and is_sampled(place.trace_id, self._ratio) else None
 
 
-class _Process:
-    """The tracer of this process."""
-
-    tracer = Tracer()
+_tracer = Tracer()
 
 
 def tracer() -> Tracer:
     """Return the tracer of this process, which records nothing unless ``recorded_traces`` is active."""
-    return _Process.tracer
+    return _tracer
 
 
 @contextlib.asynccontextmanager
@@ -100,27 +97,22 @@ async def recorded_traces(
     Does nothing without ``telemetry.otlp_endpoint``, unless a ``recorder`` is given (tests). Raises ConfigError when
     the extra ``tracing`` is not installed.
     """
-    if recorder is None:
-        recorder = _otlp_recorder(config, service, instance, run)
-    if recorder is None:
-        yield _Process.tracer
-        return
-    before, _Process.tracer = _Process.tracer, Tracer(recorder, run=run, ratio=config.trace_ratio)
-    try:
-        yield _Process.tracer
-    finally:
-        _Process.tracer = before
-        await asyncio.to_thread(recorder.shutdown)
-
-
-def _otlp_recorder(config: TelemetryConfig, service: str, instance: str, run: str) -> OtelRecorder | None:
+    global _tracer
     endpoint = config.otlp_endpoint
-    if endpoint is None:
-        return None
+    if recorder is None and endpoint is not None:
+        try:
+            from rollmesh.runtime.otel import otlp_recorder
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"telemetry.otlp_endpoint={endpoint} requires the package {error.name}: pip install 'rollmesh[tracing]'"
+            ) from error
+        recorder = otlp_recorder(endpoint, service=service, instance=instance, run=run)
+    if recorder is None:
+        yield _tracer
+        return
+    before, _tracer = _tracer, Tracer(recorder, run=run, ratio=config.trace_ratio)
     try:
-        from rollmesh.runtime.otel import otlp_recorder
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"telemetry.otlp_endpoint={endpoint} requires the package {error.name}: pip install 'rollmesh[tracing]'"
-        ) from error
-    return otlp_recorder(endpoint, service=service, instance=instance, run=run)
+        yield _tracer
+    finally:
+        _tracer = before
+        await asyncio.to_thread(recorder.shutdown)

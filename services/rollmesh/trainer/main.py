@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.describe import architecture_of, read_json
-from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig

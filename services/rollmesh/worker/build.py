@@ -50,7 +50,12 @@ class WorkerSettings:
     @classmethod
     def from_config(cls, config: RunConfig, tokenizer: Tokenizer) -> Self:
         """Return the settings of a run file."""
-        rollout = config.rollout
+        rollout, curriculum = config.rollout, config.curriculum
+
+        def budget(field: str, most: int) -> Budget | None:
+            name, options = getattr(curriculum, field), getattr(curriculum, f"{field}_options")
+            return load_budget(field, name, options, most=most, train_steps=config.trainer.train_steps)
+
         return cls(
             params=SamplingParams(
                 temperature=rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
@@ -63,8 +68,8 @@ class WorkerSettings:
             ),
             reward=config.reward,
             budget=rollout.max_new_tokens,
-            token_budget=_budget(config, "token_budget", rollout.max_new_tokens),
-            turn_budget=_budget(config, "turn_budget", rollout.max_turns),
+            token_budget=budget("token_budget", rollout.max_new_tokens),
+            turn_budget=budget("turn_budget", rollout.max_turns),
             concurrency=rollout.worker_concurrency,
             heartbeat_seconds=config.store.heartbeat_seconds,
             placement=Placement(rollout.placement),
@@ -117,8 +122,3 @@ def worker_deps(
         metrics=metrics,
         health=health,
     )
-
-
-def _budget(config: RunConfig, field: str, most: int) -> Budget | None:
-    name, options = getattr(config.curriculum, field), getattr(config.curriculum, f"{field}_options")
-    return load_budget(field, name, options, most=most, train_steps=config.trainer.train_steps)

@@ -119,9 +119,6 @@ class _Episode:
                 "environment_not_closed", trajectory=self._trajectory.trajectory_id, message=str(error)
             )
 
-    def result(self, reason: FinishReason) -> RolloutResult:
-        return RolloutResult(reason=reason, outcome=self.outcome)
-
     @property
     def outcome(self) -> RewardOutcome | None:
         """Newest reward of the episode; None if the environment returned none."""
@@ -204,16 +201,15 @@ class EnvironmentProgram:
         most_turns = self._max_turns if rollout.turns is None else rollout.turns
         while True:
             if reply is not None and reply.done:
-                return episode.result(FinishReason.ENVIRONMENT)
+                return RolloutResult(reason=FinishReason.ENVIRONMENT, outcome=episode.outcome)
             # A reply that the policy cannot answer is left out: a verifier might read it as the answer.
-            if episode.turn_count >= most_turns:
-                return episode.result(FinishReason.LENGTH)
-            if reply is not None and not await self._append_reply(rollout, reply, durable):
-                return episode.result(FinishReason.LENGTH)
-            if rollout.remaining_tokens == 0:
-                return episode.result(FinishReason.LENGTH)
-            if await rollout.sample(durable=durable) is not FinishReason.STOP:
-                return episode.result(FinishReason.LENGTH)
+            if (
+                episode.turn_count >= most_turns
+                or (reply is not None and not await self._append_reply(rollout, reply, durable))
+                or rollout.remaining_tokens == 0
+                or await rollout.sample(durable=durable) is not FinishReason.STOP
+            ):
+                return RolloutResult(reason=FinishReason.LENGTH, outcome=episode.outcome)
             reply = await self._turn(episode, rollout)
 
     async def _turn(self, episode: _Episode, rollout: RolloutContext) -> EnvironmentReply:

@@ -135,8 +135,7 @@ class GeneratorPool:
 
     def avoided_count(self) -> int:
         """Return the number of generators avoided now."""
-        now = self._clock()
-        return sum(1 for a in self._avoided.values() if a.until > now)
+        return len(self._avoided_now())
 
     async def follow(self, version: int) -> None:
         """Read the registry if its version (``Desired.registry_version``) has changed or the last read is too old."""
@@ -158,11 +157,10 @@ class GeneratorPool:
     def wake(self) -> None:
         """Wake the waiters that must stop, and as many others as there are free slots for them."""
         self._wake_due = False
-        if not self._waiters:
-            return
-        for waiter in [waiter for waiter in self._waiters if not waiter.active.wanted]:
-            self._wake(waiter)
-        self._wake_able()
+        if self._waiters:
+            for waiter in [waiter for waiter in self._waiters if not waiter.active.wanted]:
+                self._wake(waiter)
+            self._wake_able()
 
     async def acquire(
         self, active: ActiveTrajectory, pinned_version: int | None = None, *, unserved_seconds: float | None = None
@@ -176,7 +174,8 @@ class GeneratorPool:
         while True:
             active.check()
             need = VersionNeed(min_version=active.min_version, pinned_version=pinned_version)
-            record = self._choose(need, active.trajectory.prompt.prompt_id)
+            prompt_id = active.trajectory.prompt.prompt_id
+            record = self._candidates.choose(need, avoided=self._avoided_now(), prompt_id=prompt_id)
             if record is not None:
                 return GeneratorSlot(record=record, active=active, need=need, _generators=self)
             waiter = _Waiter(active, pinned_version, asyncio.get_running_loop().create_future())
@@ -225,9 +224,6 @@ class GeneratorPool:
         self._avoided[instance_id] = _Avoided(until=now + seconds, seconds=seconds)
         return seconds
 
-    def _choose(self, need: VersionNeed, prompt_id: str) -> GeneratorRecord | None:
-        return self._candidates.choose(need, avoided=self._avoided_now(), prompt_id=prompt_id)
-
     def _avoided_now(self) -> set[str]:
         if not self._avoided:
             return set()
@@ -244,7 +240,7 @@ class GeneratorPool:
             kind = (waiter.active.min_version, waiter.pinned_version)
             if kind not in left:
                 need = VersionNeed(min_version=kind[0], pinned_version=kind[1])
-                able_now = self._choose(need, waiter.active.trajectory.prompt.prompt_id) is not None
+                able_now = self._candidates.choose(need, avoided=avoided) is not None
                 left[kind] = max(1, self._candidates.free_slots(need, avoided)) if able_now else 0
             if left[kind] > 0:
                 left[kind] -= 1

@@ -28,6 +28,8 @@ from rollmesh.worker.generator_pool import GeneratorSlot
 from rollmesh.worker.program import RolloutContext
 from rollmesh.worker.worker_session import Beat
 
+Work = Callable[[ActiveTrajectory], Coroutine[Any, Any, None]]
+
 _LEASES_AT_ONCE = 64
 _BUSY_SECONDS = 0.02
 _IDLE_SECONDS = 0.25
@@ -55,12 +57,7 @@ class Demand(Protocol):
 class Worker:
     """Worker that runs leased trajectories until shutdown."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        deps: WorkerDeps,
-        demand: Demand | None = None,
-    ) -> None:
+    def __init__(self, settings: WorkerSettings, deps: WorkerDeps, demand: Demand | None = None) -> None:
         """Set up a worker; ``demand`` limits the trajectories without tokens that it leases."""
         self._settings = settings
         self._deps = deps
@@ -171,10 +168,7 @@ class Worker:
         return len(started)
 
     async def _start_all(
-        self,
-        leased: Sequence[LeasedTrajectory],
-        registrations_before: int,
-        work: Callable[[ActiveTrajectory], Coroutine[Any, Any, None]],
+        self, leased: Sequence[LeasedTrajectory], registrations_before: int, work: Work
     ) -> Sequence[LeasedTrajectory]:
         """Start the leased trajectories, unless a registration after the request has released them."""
         session = self._deps.session
@@ -187,7 +181,7 @@ class Worker:
             self._start(each, work)
         return leased
 
-    def _start(self, leased: LeasedTrajectory, work: Callable[[ActiveTrajectory], Coroutine[Any, Any, None]]) -> None:
+    def _start(self, leased: LeasedTrajectory, work: Work) -> None:
         active = ActiveTrajectory(
             leased.trajectory,
             attempt=leased.attempt,
@@ -206,22 +200,16 @@ class Worker:
         self._deps.session.trajectories[active.trajectory_id] = active
         if not active.finished:
             self._unfinished[active] = None
-        self._tasks.start(self._attempt(active, work), active.trajectory_id).add_done_callback(self._log_error)
+        self._tasks.start(self._attempt(active, work), active.trajectory_id)
 
-    def _log_error(self, task: asyncio.Task[None]) -> None:
-        """Log the error of a trajectory's task; the worker continues, and the lease expires with the session."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("trajectory_task_failed", trajectory=task.get_name(), exc_info=error)
+    async def _attempt(self, active: ActiveTrajectory, work: Work) -> None:
+        try:
+            with attempt_on(active):
+                await self._guarded(active, work)
+        except Exception as error:  # the worker continues, and the lease expires with the session
+            self._log.error("trajectory_task_failed", trajectory=active.trajectory_id, exc_info=error)
 
-    async def _attempt(
-        self, active: ActiveTrajectory, work: Callable[[ActiveTrajectory], Coroutine[Any, Any, None]]
-    ) -> None:
-        with attempt_on(active):
-            await self._guarded(active, work)
-
-    async def _guarded(
-        self, active: ActiveTrajectory, work: Callable[[ActiveTrajectory], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _guarded(self, active: ActiveTrajectory, work: Work) -> None:
         deps = self._deps
         try:
             try:
@@ -352,13 +340,8 @@ class Worker:
             self._room.set()
         if now.interrupt_below_version > before.interrupt_below_version:
             records = self._deps.generators.records
-            old = [
-                slot
-                for slot in self._slots()
-                if (record := records.get(slot.record.instance_id)) is not None
-                and record.policy_version < now.interrupt_below_version
-            ]
-            self._deps.interrupter.start(old)
+            below = {name for name, each in records.items() if each.policy_version < now.interrupt_below_version}
+            self._deps.interrupter.start([slot for slot in self._slots() if slot.record.instance_id in below])
 
     def _park(self, reason: ReleaseReason) -> None:
         for active in list(self._unfinished):
@@ -382,13 +365,10 @@ class Worker:
         """Save unfinished trajectories as partial; cancel those that take longer than the drain time."""
         self._draining.set()
         self._park(ReleaseReason.DRAINED)
-        unfinished = [task for task in self._tasks if not self._is_finished(task)]
+        unfinished_ids = {active.trajectory_id for active in self._unfinished}
+        unfinished = [task for task in self._tasks if task.get_name() in unfinished_ids]
         if unfinished:
             await asyncio.wait(unfinished, timeout=self._settings.drain_seconds)
         left = [task for task in self._tasks if not task.done()]
         await cancel_and_wait(*left)
         self._log.info("drained", parked=len(unfinished), cut_off=len(left))
-
-    def _is_finished(self, task: asyncio.Task[None]) -> bool:
-        active = self._deps.session.trajectories.get(task.get_name())
-        return active is None or active.finished

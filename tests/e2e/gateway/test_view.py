@@ -15,13 +15,13 @@ import httpx
 import numpy as np
 import pytest
 
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.config import load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.mesh import Cursor
 from rollmesh.report.recorded_run import REPORT_FILE
 from rollmesh.report.report_file import write_report
-from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.endpoints import Endpoint, published_endpoint
 from rollmesh.text import Tokenizer
 from rollmesh.types import Batch, FinishReason, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
 
@@ -316,7 +316,7 @@ def test_a_run_in_progress_is_refused_with_the_address_of_its_page(folder: Path,
     (run / "services").mkdir(parents=True)
     (run / "config.yaml").write_text((folder / "config.yaml").read_text())
     (run / "lock").write_text(str(os.getpid()))
-    with published_endpoint(run, service="gateway", index=0, grpc="", admin="", url="http://127.0.0.1:1/"):
+    with published_endpoint(run, Endpoint(service="gateway", index=0, grpc="", admin="", url="http://127.0.0.1:1/")):
         found = _refused(run)
     assert "the run is in progress; its page: http://127.0.0.1:1/" in found
     assert "rollmesh status" in found

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollmesh.agents.agents_service import OpenAiService, openai_service
 from rollmesh.agents.main import build_app
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.generator.main import serve as serve_generator

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.checkpoints.bucket import open_location
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.location import open_location
 
 from ...kit.s3_server import CREDENTIALS, Bucket
 

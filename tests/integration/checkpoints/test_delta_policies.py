@@ -14,8 +14,7 @@ from rollmesh.checkpoints import deltas, pulled
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.types import PolicyRecord
 
 from ...kit.checkpoint_samples import publish, publish_adapter, write_model

@@ -18,8 +18,7 @@ from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 
 from ...kit.checkpoint_samples import CURSOR, make_batch, publish, step_settings, write_batch
 from ...kit.ledger import read_ledger

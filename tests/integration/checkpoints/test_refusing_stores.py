@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.runtime.health import Waits
 
 from ...kit.certificates import Authority

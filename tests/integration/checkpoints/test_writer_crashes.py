@@ -14,8 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 
 from ...kit.checkpoint_samples import SECRET, publish, write_model
 from ...kit.warm import TRAINER, WarmProcess, template

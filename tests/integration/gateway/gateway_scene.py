@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import yaml
 
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.mesh import Cursor, Desired

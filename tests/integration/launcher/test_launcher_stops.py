@@ -15,8 +15,8 @@ import structlog
 import torch
 from rich.console import Console
 
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.launcher.local_mesh import Interrupted, local_mesh
 from rollmesh.launcher.redis import embedded_server, running_store

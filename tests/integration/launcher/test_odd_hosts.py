@@ -29,10 +29,10 @@ import asyncio, sys
 from pathlib import Path
 from rollmesh.launcher.console_notes import ServiceWatch
 from rollmesh.runtime.service_host import admin_server
-from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.endpoints import Endpoint, published_endpoint
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.endpoints import AdminClient, ServiceStates
+from rollmesh.runtime.endpoints import Endpoint, AdminClient, ServiceStates
 
 async def main(folder):
     noted = asyncio.Event()
@@ -40,7 +40,7 @@ async def main(folder):
         print(text, flush=True)
         noted.set()
     async with admin_server(Metrics("reward"), Health(), "127.0.0.1") as port, AdminClient() as client:
-        with published_endpoint(folder, service="reward", index=0, grpc="", admin=f"127.0.0.1:{port}", starting=True):
+        with published_endpoint(folder, Endpoint(service="reward", index=0, admin=f"127.0.0.1:{port}", starting=True)):
             async with ServiceWatch(ServiceStates(folder, client), note).running(), asyncio.timeout(60):
                 await noted.wait()
 

@@ -18,7 +18,7 @@ from rollmesh.config import RunConfig, write_run_config
 from rollmesh.launcher.redis import embedded_server, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.endpoints import Endpoint, published_endpoint
 from rollmesh.scheduling import run_limits
 from rollmesh.store import Append, NewGroup
 from rollmesh.store.evaluation_requests import evaluation_request
@@ -108,7 +108,7 @@ def test_the_link_to_the_page_is_whole_on_a_narrow_terminal(folder: Path, monkey
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("ROLLMESH_GATEWAY__TOKEN", "a-token" * 12)
     url = "http://127.0.0.1:65535/"
-    with published_endpoint(folder, service="gateway", index=0, grpc="", admin="", url=url):
+    with published_endpoint(folder, Endpoint(service="gateway", index=0, grpc="", admin="", url=url)):
         assert f"the run as a page: {url}?token={'a-token' * 12}\n" in printed("status", str(folder))
 
 
@@ -120,7 +120,7 @@ def test_in_a_pod_the_way_to_the_page_is_a_port_forward_because_no_browser_reach
     monkeypatch.setenv("ROLLMESH_GATEWAY__TOKEN", "a-token-of-a-run")
     for url, scheme in (("http://10.244.0.17:8080/", "http"), ("https://[fd00::1]:8080/", "https")):
         names = {"service": "gateway", "grpc": "", "admin": "", "pod": "demo-rollmesh-gateway-7d9c-x2x4z"}
-        with published_endpoint(folder, index=0, url=url, **names):
+        with published_endpoint(folder, Endpoint(index=0, url=url, **names)):
             shown = printed("status", str(folder))
         command = "kubectl port-forward --namespace=rl pod/demo-rollmesh-gateway-7d9c-x2x4z 8080:8080"
         link = f"{scheme}://127.0.0.1:8080/?token=a-token-of-a-run"

@@ -10,7 +10,7 @@ from threading import Thread
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
-from rollmesh.runtime.endpoints import AdminClient, published_endpoint
+from rollmesh.runtime.endpoints import AdminClient, Endpoint, published_endpoint
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.scheduling import run_limits
 
@@ -46,8 +46,8 @@ async def test_every_line_has_the_work_of_the_generators_that_answer(tmp_path: P
             recorder = TimelineRecorder(running.store, folder, client)
             await recorder.sample()
             with (
-                published_endpoint(tmp_path, service="generator", index=0, grpc="", admin=address),
-                published_endpoint(tmp_path, service="generator", index=1, grpc="", admin=address),
+                published_endpoint(tmp_path, Endpoint(service="generator", index=0, grpc="", admin=address)),
+                published_endpoint(tmp_path, Endpoint(service="generator", index=1, grpc="", admin=address)),
             ):
                 await recorder.sample()
     finally:

@@ -23,8 +23,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.generator.engines import build_engine

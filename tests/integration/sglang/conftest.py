@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 

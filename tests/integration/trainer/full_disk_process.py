@@ -13,9 +13,8 @@ import torch
 
 from rollmesh.checkpoints import committed, durable, states
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.trainer.learner.distributed import join_world, leave_world
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from rollmesh.checkpoints.location import open_checkpoints
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.trainer.learner.distributed import leave_world, local_rank
 from rollmesh.trainer.learner.step_report import StepReport

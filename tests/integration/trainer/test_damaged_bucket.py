@@ -12,8 +12,7 @@ import pytest
 pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
 pytest.importorskip("s3fs", reason="object stores need the extra s3")
 
-from rollmesh.checkpoints.bucket import BucketStore
-from rollmesh.checkpoints.location import open_location
+from rollmesh.checkpoints.bucket import BucketStore, open_location
 from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
 from rollmesh.store import EmbeddedServer
 from rollmesh.types import PolicyRecord

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import yaml
 
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import Conflict, RollmeshError
 from rollmesh.mesh import Cursor, Desired

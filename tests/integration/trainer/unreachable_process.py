@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.trainer.service.training_loop import TrainingLoop
 
 METHODS = ("complete_policies", "stored_batch", "write_batch", "prune", "prune_states", "batch_steps", "open")

@@ -9,18 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.checkpoints.batches import batch_path
+from rollmesh.checkpoints.batches import ReplayDraw, batch_path
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.types import Batch
 
-from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, step_settings, write_batch
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path, SECRET)
+from ...kit.checkpoint_samples import CURSOR, make_batch, refused, step_settings, write_batch
 
 
 def same(left: Batch, right: Batch) -> bool:
@@ -43,11 +37,14 @@ def same(left: Batch, right: Batch) -> bool:
 def test_a_batch_comes_back_as_it_was(store: CheckpointStore) -> None:
     batch = make_batch(1)
     digest = write_batch(store, batch, CURSOR)
+    settings = step_settings(1e-3 / 3, kl_reference_version=7)
+    write_batch(store, make_batch(2), CURSOR, {}, settings)
+    assert store.batch_footer(2).settings == settings
     footer = store.batch_footer(1)
     assert same(store.read_batch(1), batch)
     assert footer.group_ids == ["e0-2", "e0-3"]
     assert (footer.cursor, footer.payload_sha256, footer.trajectory_count) == (CURSOR, digest, 4)
-    assert store.batch_steps() == [1]
+    assert store.batch_steps() == [1, 2]
 
 
 def test_a_batch_file_names_the_train_steps_of_the_versions_that_wrote_it_and_of_no_others(
@@ -62,19 +59,6 @@ def test_a_batch_file_names_the_train_steps_of_the_versions_that_wrote_it_and_of
     assert store.batch_footer(2).version_train_steps == {}
 
 
-def test_the_footer_has_the_settings_that_the_step_is_trained_with(store: CheckpointStore) -> None:
-    settings = step_settings(1e-3 / 3, kl_reference_version=7)
-    write_batch(store, make_batch(1), CURSOR, {}, settings)
-    assert store.batch_footer(1).settings == settings
-
-
-def test_writing_the_same_batch_again_changes_nothing(store: CheckpointStore) -> None:
-    digest = write_batch(store, make_batch(1), CURSOR)
-    before = batch_path(store.root, 1).read_bytes()
-    assert write_batch(store, make_batch(1), CURSOR) == digest
-    assert batch_path(store.root, 1).read_bytes() == before
-
-
 def test_equal_batches_have_equal_digests_in_any_run_folder(store: CheckpointStore, tmp_path: Path) -> None:
     other = CheckpointStore(tmp_path / "other", b"x" * 32)
     assert write_batch(store, make_batch(1), CURSOR) == write_batch(other, make_batch(1), CURSOR)
@@ -82,28 +66,25 @@ def test_equal_batches_have_equal_digests_in_any_run_folder(store: CheckpointSto
 
 
 def test_a_complete_batch_is_never_replaced_by_other_groups(store: CheckpointStore) -> None:
-    write_batch(store, make_batch(1), CURSOR)
-    with pytest.raises(CheckpointError) as caught:
-        write_batch(store, make_batch(1, ["e0-7"]), CURSOR)
-    assert caught.value.reason == Reason.MISMATCH
-    assert same(store.read_batch(1), make_batch(1))
+    digest = write_batch(store, make_batch(1), CURSOR)
+    before = batch_path(store.root, 1).read_bytes()
+    assert refused(write_batch, store, make_batch(1, ["e0-7"]), CURSOR).reason == Reason.MISMATCH
+    assert write_batch(store, make_batch(1), CURSOR) == digest
+    assert batch_path(store.root, 1).read_bytes() == before
 
 
 def test_a_trainer_that_another_one_overtakes_while_it_writes_does_not_replace_the_others_file(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = CheckpointStore(tmp_path, SECRET)
     synced = os.fsync
 
     def overtaken(descriptor: int) -> None:
         monkeypatch.undo()
         synced(descriptor)
-        write_batch(other, make_batch(1), CURSOR)
+        write_batch(store.at(store.root), make_batch(1), CURSOR)
 
     monkeypatch.setattr(os, "fsync", overtaken)
-    with pytest.raises(CheckpointError) as caught:
-        write_batch(store, make_batch(1, ["e0-7"]), CURSOR)
-    assert caught.value.reason == Reason.MISMATCH
+    assert refused(write_batch, store, make_batch(1, ["e0-7"]), CURSOR).reason == Reason.MISMATCH
     assert same(store.read_batch(1), make_batch(1))
     assert [path.name for path in batch_path(store.root, 1).parent.iterdir()] == [batch_path(store.root, 1).name]
 
@@ -123,9 +104,7 @@ def test_a_batch_file_cut_anywhere_is_refused_and_can_be_written_again(store: Ch
     whole = path.read_bytes()
     for length in {*range(0, len(whole), 7), *range(len(whole) - 90, len(whole))}:
         path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError) as caught:
-            store.read_batch(1)
-        assert caught.value.reason == Reason.TORN, length
+        assert refused(store.read_batch, 1).reason == Reason.TORN, length
     assert write_batch(store, make_batch(1), CURSOR) == digest
     assert same(store.read_batch(1), make_batch(1))
 
@@ -140,18 +119,12 @@ def test_a_flipped_bit_of_a_batch_file_is_refused(store: CheckpointStore) -> Non
             store.read_batch(1)
 
 
-def test_a_batch_file_of_another_step_or_another_run_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_batch_file_of_another_step_or_another_run_is_refused(store: CheckpointStore) -> None:
     write_batch(store, make_batch(1), CURSOR)
     batch_path(store.root, 1).rename(batch_path(store.root, 2))
-    with pytest.raises(CheckpointError) as caught:
-        store.read_batch(2)
-    assert caught.value.reason == Reason.MISMATCH
-    with pytest.raises(CheckpointError) as caught:
-        CheckpointStore(store.root, b"another secret").read_batch(2)
-    assert caught.value.reason == Reason.TAMPERED
-    with pytest.raises(CheckpointError) as caught:
-        store.read_batch(1)
-    assert caught.value.reason == Reason.MISSING
+    assert refused(store.read_batch, 2).reason == Reason.MISMATCH
+    assert refused(CheckpointStore(store.root, b"another secret").read_batch, 2).reason == Reason.TAMPERED
+    assert refused(store.read_batch, 1).reason == Reason.MISSING
 
 
 def test_leftovers_of_killed_writers_are_no_batches_and_are_removed(store: CheckpointStore) -> None:
@@ -187,3 +160,35 @@ def test_a_group_with_a_wrong_length_is_refused_and_the_others_are_read(store: C
         store.read_group(1, ids[0])
     found = store.read_group(1, ids[-1])
     assert found is not None and found.group_id == ids[-1]
+
+
+@pytest.fixture
+def replaying(store: CheckpointStore) -> CheckpointStore:
+    """A store whose second batch replays one group of the first."""
+    digest = write_batch(store, make_batch(1, ["e0-0", "e0-1"]), CURSOR)
+    draw = ReplayDraw(
+        share=0.34, by="uniform", batches=4, seed=0, max_staleness=4, first=1, sources={1: digest}, groups=[(1, "e0-1")]
+    )
+    write_batch(store, make_batch(2, ["e0-2", "e0-3"]), CURSOR, replay=draw)
+    return store
+
+
+def test_the_batch_of_a_step_has_the_replayed_groups_among_the_fresh_ones(replaying: CheckpointStore) -> None:
+    batch = replaying.training_batch(2)
+    assert [group.group_id for group in batch.groups] == ["e0-2", "e0-1", "e0-3"]
+    assert batch.train_step == 2
+    assert (
+        batch.groups[1].trajectories[0].trajectory_id == replaying.read_batch(1).groups[1].trajectories[0].trajectory_id
+    )
+    # The file has the fresh groups only.
+    assert [group.group_id for group in replaying.read_batch(2).groups] == ["e0-2", "e0-3"]
+    assert replaying.batch_footer(2).group_ids == ["e0-2", "e0-3"]
+    assert [group.group_id for group in replaying.training_batch(1).groups] == ["e0-0", "e0-1"]
+
+
+def test_a_step_whose_replayed_groups_are_gone_is_refused_with_the_file(replaying: CheckpointStore) -> None:
+    batch_path(replaying.root, 1).unlink()
+    error = refused(replaying.training_batch, 2)
+    assert "train step 2 replays groups of batch 1: " in str(error) and error.reason == Reason.MISSING
+    write_batch(replaying, make_batch(1, ["e0-0", "e0-1"], seed=1), CURSOR)
+    assert refused(replaying.training_batch, 2).reason == Reason.MISMATCH

@@ -16,8 +16,7 @@ from rollmesh.checkpoints.bucket_copies import stored_copies
 from rollmesh.checkpoints.deltas import apply_delta, without_bases, write_delta
 from rollmesh.checkpoints.durable import sha256_of
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 
 from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_batch
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.durable import remove_tree
-from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE, lineage, run_secret, seal, sealed
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError

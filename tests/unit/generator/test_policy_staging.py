@@ -11,8 +11,7 @@ import pytest
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.policies import FetchedPolicy, VerifiedPolicy
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, EngineError
+from rollmesh.errors import CheckpointError, EngineError, Reason
 from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics

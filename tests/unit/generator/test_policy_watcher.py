@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, ConfigError, EngineError, RollmeshError, UnsupportedModel
+from rollmesh.errors import CheckpointError, ConfigError, EngineError, Reason, RollmeshError, UnsupportedModel
 from rollmesh.generator import policy_watcher
 from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.engine_protocol import OnNewVersion

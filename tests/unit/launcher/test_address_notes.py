@@ -10,7 +10,7 @@ from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.launcher.console_notes import AddressNotes
 from rollmesh.launcher.supervisor import Supervisor
-from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.endpoints import Endpoint, published_endpoint
 
 URL = "http://127.0.0.1:1/"
 OWN = "a-token-of-ours"
@@ -24,6 +24,6 @@ async def test_only_a_generated_token_is_in_the_link_of_the_page(tmp_path: Path,
     )
     token = api_token(config)
     notes: list[str] = []
-    with published_endpoint(tmp_path, service="gateway", index=0, grpc="", admin="", url=URL):
+    with published_endpoint(tmp_path, Endpoint(service="gateway", index=0, grpc="", admin="", url=URL)):
         AddressNotes(config, tmp_path, Supervisor(0), notes.append).update()
     assert notes == [f"the run as a page: {URL}" + ("" if own else f"?token={token}")]

@@ -14,7 +14,7 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime import addresses
 from rollmesh.runtime.addresses import advertised, bind_host, instance_name
-from rollmesh.runtime.endpoints import published_endpoint, read_endpoints
+from rollmesh.runtime.endpoints import Endpoint, published_endpoint, read_endpoints
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.service_host import admin_server
@@ -87,7 +87,9 @@ def test_a_port_with_a_listener_is_not_picked(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_service_is_found_by_people_and_by_prometheus_while_it_runs(tmp_path: Path) -> None:
-    with published_endpoint(tmp_path, service="reward", index=1, grpc="127.0.0.1:5", admin="127.0.0.1:6", run="mine"):
+    with published_endpoint(
+        tmp_path, Endpoint(service="reward", index=1, grpc="127.0.0.1:5", admin="127.0.0.1:6"), run="mine"
+    ):
         assert [endpoint.admin for endpoint in read_endpoints(tmp_path)] == ["127.0.0.1:6"]
         (target,) = json.loads((tmp_path / "scrape" / "reward-1.json").read_text())
         assert target == {
@@ -99,7 +101,7 @@ def test_a_service_is_found_by_people_and_by_prometheus_while_it_runs(tmp_path: 
 
 
 def test_a_service_leaves_the_files_of_its_successor_alone(tmp_path: Path) -> None:
-    with published_endpoint(tmp_path, service="rollout", index=0, grpc="", admin="127.0.0.1:6"):
+    with published_endpoint(tmp_path, Endpoint(service="rollout", index=0, grpc="", admin="127.0.0.1:6")):
         endpoint = json.loads((tmp_path / "services" / "rollout-0.json").read_text())
         (tmp_path / "services" / "rollout-0.json").write_text(json.dumps(endpoint | {"pid": endpoint["pid"] + 1}))
     assert (tmp_path / "services" / "rollout-0.json").exists()

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.algorithms.old_logprobs import OldLogprobs
-from rollmesh.checkpoints.batch_frames import batch_to_bytes
-from rollmesh.checkpoints.batches import StepSettings
+from rollmesh.checkpoints.batches import StepSettings, encode_groups
 from rollmesh.trainer.learner.forward_backward import GradientPass, accumulate_gradient
 from rollmesh.trainer.learner.train_batch import Int64Array, TrainBatch
 from rollmesh.trainer.learner.train_step import StepInputs, StepPlan, StepRunner, Update, token_columns
@@ -139,7 +138,7 @@ class EarlyParts:
 
 def _digests(groups: Iterable[Group]) -> dict[str, bytes]:
     """Return a digest of the contents of each group, by group id."""
-    contents = {group.group_id: batch_to_bytes(Batch(train_step=0, groups=(group,))) for group in groups}
+    contents = {group.group_id: b"".join(encode_groups(Batch(train_step=0, groups=(group,)))) for group in groups}
     return {group_id: hashlib.blake2b(data, digest_size=16).digest() for group_id, data in contents.items()}
 
 

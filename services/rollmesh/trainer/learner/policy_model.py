@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, reject_quantised
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.model import AdapterConfig
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.adapter_layers import (
     adapter_off,
     adapter_parameters,

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from rollmesh.checkpoints.describe import ADAPTER_WEIGHTS_FILE, read_adapter_settings
 from rollmesh.checkpoints.policies import VerifiedPolicy
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.states import load_weights
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.adapter_layers import merge_adapter
 from rollmesh.trainer.learner.distributed import World, pick_device
 from rollmesh.trainer.learner.forward_backward import Compute, score_in_model_dtype

@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, read_adapter_settings
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.states import load_weights
 from rollmesh.config.model import AdapterConfig
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.adapter_layers import reset_adapter
 from rollmesh.trainer.learner.frozen_policies import WeightAverage
 from rollmesh.trainer.learner.old_logprob_scores import StageRecord

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from rollmesh.checkpoints.batches import ReplayDraw, StepSettings, StoredBatch, training_batch
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.old_logprob_methods import ReplayConfig, replayed_count
 from rollmesh.curriculum.replay import draw_replay, replay_candidates
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.segments import join_group

@@ -9,12 +9,11 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.describe import read_adapter_settings
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config import RunConfig
 from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import AlgorithmConfig
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.frozen_policies import BASE_VERSION
 from rollmesh.trainer.learner.method_binding import needs_reference

@@ -15,13 +15,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from rollmesh.checkpoints.batch_frames import batch_from_bytes, batch_to_bytes
-from rollmesh.checkpoints.batches import StepSettings
+from rollmesh.checkpoints.batches import StepSettings, decode_groups, encode_groups
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.policies import BasePolicy
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes
 from rollmesh.trainer.learner.frozen_policies import BASE_VERSION
@@ -117,8 +115,8 @@ class RankCoordinator:
         while (order := json.loads(broadcast_bytes(None, self.world)))["do"] != "leave":
             self.catalog.update(PolicyRecord(**record) for record in order["policies"])
             step = order["batch_of_step"]
-            batch = None if step is None else batch_from_bytes(step, broadcast_bytes(None, self.world))
-            self._carry_out(order, batch or Batch(train_step=0, groups=()))
+            groups = () if step is None else tuple(decode_groups(broadcast_bytes(None, self.world)))
+            self._carry_out(order, Batch(train_step=step or 0, groups=groups))
         return str(order["unfinished"])
 
     def _carry_out(self, order: Order, batch: Batch) -> None:
@@ -158,7 +156,7 @@ class RankCoordinator:
             sent = order | {"policies": [asdict(r) for r in new], "batch_of_step": batch and batch.train_step}
             broadcast_bytes(json.dumps(sent).encode(), self.world)
             if batch is not None:
-                broadcast_bytes(batch_to_bytes(batch), self.world)
+                broadcast_bytes(b"".join(encode_groups(batch)), self.world)
         return train_steps
 
     def _save(self, order: Order) -> CommittedState:

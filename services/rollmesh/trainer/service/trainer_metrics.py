@@ -14,8 +14,8 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.loss_methods import MASKS, OWN_MASK
+from rollmesh.errors import Reason
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.step_metrics import gauges

@@ -8,9 +8,8 @@ from typing import Any, Self
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config import RunConfig
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.trainer.service.trainer_metrics import DECILES

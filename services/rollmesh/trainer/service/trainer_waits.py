@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from rollmesh.checkpoints.durable import full_disk
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, StoreUnavailable
+from rollmesh.errors import CheckpointError, Reason, StoreUnavailable
 from rollmesh.runtime.health import Health, Waits
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger

@@ -12,9 +12,8 @@ import pytest
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.checkpoints.policies import VerifiedPolicy
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.trainer import AlgorithmConfig
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog, check_reference, references_in_use
 from rollmesh.types import PolicyRecord
 

@@ -8,9 +8,8 @@ import pytest
 
 from rollmesh.checkpoints.batches import StoredBatch
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.old_logprob_methods import ReplayConfig
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.trainer.service.batch_source import ReplaySource
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.trainer_progress import Progress

@@ -11,14 +11,13 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
-from rollmesh.checkpoints.location import open_checkpoints
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config import RunConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.config.recipes import resolve_model
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.train_step import trailing_skipped

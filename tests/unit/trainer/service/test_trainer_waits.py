@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, Reason
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.tasks import Backoff

@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, Conflict, SessionLost, StoreUnavailable
+from rollmesh.errors import CheckpointError, Conflict, Reason, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
