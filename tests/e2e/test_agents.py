@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,8 +16,7 @@ import pytest
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import read_endpoints
 
-from .audits import assert_rescored
-from .conftest import WAIT_SECONDS
+from .conftest import WAIT_SECONDS, assert_rescored
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "agents.md"
 STEPS = 12
@@ -54,12 +52,6 @@ def agent(tmp_path: Path) -> Iterator:
             process.communicate()
 
 
-def test_the_example_is_short() -> None:
-    lines = [line for line in example().splitlines() if line.strip()]
-    assert len(lines) <= 40
-    compile(example(), "agents.md", "exec")
-
-
 def test_an_outside_agent_trains_a_run_to_its_end_through_two_kills_of_its_service(started, wait_until, agent) -> None:
     port = free_port()
     line, process = started(
@@ -84,12 +76,8 @@ def test_an_outside_agent_trains_a_run_to_its_end_through_two_kills_of_its_servi
     assert endpoint.url == url
     worker = agent(url, token_file.read_text().strip())
 
-    def trained() -> int:
-        return len(line.json_lines("metrics.jsonl"))
-
     for _ in range(2):
-        wanted = trained() + 1
-        wait_until(lambda wanted=wanted: trained() >= wanted, f"train step {wanted}", process)
+        line.trains(process)
         (service,) = read_endpoints(line.folder, "agents")
         os.kill(service.pid, signal.SIGKILL)
         wait_until(
@@ -105,8 +93,5 @@ def test_an_outside_agent_trains_a_run_to_its_end_through_two_kills_of_its_servi
     told, _ = worker.communicate()
     assert worker.returncode in (0, -signal.SIGKILL) and "Traceback" not in told, told
 
-    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, STEPS + 1))
-    audit = json.loads((line.folder / "audit.json").read_text())
-    assert audit["green"], audit
-    assert (audit["lost"], audit["trained_twice"], audit["staleness_violations"]) == ([], {}, [])
-    assert_rescored(audit)
+    assert line.steps == list(range(1, STEPS + 1))
+    assert_rescored(line.audit())

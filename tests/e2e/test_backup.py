@@ -35,9 +35,7 @@ def lose(machine: subprocess.Popen[str], folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(
-    started, wait_until, tmp_path: Path
-) -> None:
+def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(started, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     line, process = started(
         trainer={"train_steps": STEPS},
@@ -45,10 +43,9 @@ def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(
         checkpoints={"folder": str(checkpoints), "keep_last": 2, "state_every_steps": 2},
     )
     copy = line.folder.with_name("copy")
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 3, "three train steps", process)
+    line.trains(process, 3)
     first = json.loads(line.run("backup", str(line.folder), str(copy), "--json").stdout)
-    seen = len(line.json_lines("metrics.jsonl"))
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= seen + 8, "more train steps", process)
+    line.trains(process, 8)
     second = json.loads(line.run("backup", str(line.folder), str(copy), "--json").stdout)
     assert second["train_step"] > first["train_step"] > 0
     assert second["removed"] > 0

@@ -1,8 +1,7 @@
-"""Every preset in the real mesh, on the demo's task."""
+"""Every preset, and methods of several points, in the real mesh; ``make methods`` runs all methods."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.scheduling.presets import PRESETS
 
-from .conftest import environment
+from .conftest import CommandLine, environment
 
 pytestmark = pytest.mark.slow
 
@@ -25,22 +24,17 @@ GROUPS = [
     *(pytest.param(OTHERS[first : first + 7], marks=pytest.mark.long) for first in range(0, len(OTHERS), 7)),
 ]
 """Presets by test: each test has a deadline of its own, and one start of Python."""
-SMALL = {
-    "schedule.groups_per_batch": 8,
-    "rollout.max_new_tokens": 64,
-    "rollout.partial_save_tokens": 16,
-    # With keep_kv the share of tokens that the audit can score again depends on the moment of a reload.
-    "generator.on_new_version": "interrupt",
-}
+METHODS = ("advantage/pairs", "masks/ratio")
 
 
-@pytest.mark.parametrize("presets", GROUPS, ids="-".join)
-def test_every_preset_trains_in_the_mesh_and_its_audit_is_green(tmp_path: Path, presets: tuple[str, ...]) -> None:
-    settings = [part for field, value in SMALL.items() for part in ("--set", f"{field}={value}")]
-    command = [sys.executable, "-m", "benchmarks.demos", "schedules", "--inline", "--updates", str(UPDATES)]
-    command += [part for preset in presets for part in ("--preset", preset)]
+def train(kind: str, names: tuple[str, ...], folder: Path, **settings: object) -> str:
+    """Train with each schedule or method; returns what was printed, after checking steps and audits."""
+    short = {"rollout.max_new_tokens": 64, "rollout.partial_save_tokens": 16, **settings}
+    command = [sys.executable, "-m", "benchmarks.demos", f"{kind}s", "--inline", "--updates", str(UPDATES)]
+    command += [part for name in names for part in ("--preset" if kind == "schedule" else "--method", name)]
+    command += [part for field, value in short.items() for part in ("--set", f"{field}={value}")]
     done = subprocess.run(
-        [*command, "--folder", str(tmp_path), *settings],
+        [*command, "--folder", str(folder)],
         capture_output=True,
         text=True,
         timeout=1100,
@@ -48,13 +42,29 @@ def test_every_preset_trains_in_the_mesh_and_its_audit_is_green(tmp_path: Path, 
         env=environment(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(presets)} of {len(presets)} schedules" in done.stdout
-    for preset in presets:
-        run = RecordedRun(tmp_path / preset)
-        assert run.schedule is not None and run.schedule.preset == preset
-        audit = json.loads((run.path / "audit.json").read_text())
+    assert f"{len(names)} of {len(names)} {kind}s" in done.stdout
+    for name in names:
+        line = CommandLine(run_file=folder, folder=folder / name)
+        assert line.steps == list(range(1, UPDATES + 1)), name
+        audit = line.audit()
         trained = (audit["committed_step"], audit["batch_files"], audit["groups"])
-        assert trained == (UPDATES, UPDATES, UPDATES * run.schedule.groups_per_batch), preset
-        assert (audit["green"], audit["lost"], audit["trained_twice"]) == (True, [], {}), preset
-        steps = [record["train_step"] for record in run.metrics.records]
-        assert steps == list(range(1, UPDATES + 1)), preset
+        assert trained == (UPDATES, UPDATES, UPDATES * int(str(settings["schedule.groups_per_batch"]))), name
+    return done.stdout
+
+
+@pytest.mark.parametrize("presets", GROUPS, ids="-".join)
+def test_every_preset_trains_in_the_mesh_and_its_audit_is_green(tmp_path: Path, presets: tuple[str, ...]) -> None:
+    # With keep_kv the share of tokens that the audit can score again depends on the moment of a reload.
+    settings = {"schedule.groups_per_batch": 8, "generator.on_new_version": "interrupt"}
+    train("schedule", presets, tmp_path, **settings)
+    for preset in presets:
+        schedule = RecordedRun(tmp_path / preset).schedule
+        assert schedule is not None and schedule.preset == preset
+
+
+@pytest.mark.long
+def test_methods_train_in_the_mesh_and_their_audits_are_green(tmp_path: Path) -> None:
+    printed = train("method", METHODS, tmp_path, **{"schedule.groups_per_batch": 4})
+    assert "effect" in printed and "mean size " in printed
+    config = RecordedRun(tmp_path / "masks" / "ratio").config
+    assert config is not None and config.trainer.algorithm.masks[0].name == "ratio"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,7 @@ import pytest
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.store import EmbeddedServer
 
-from .audits import assert_rescored
-from .conftest import WAIT_SECONDS, CommandLine, environment
+from .conftest import WAIT_SECONDS, CommandLine, assert_rescored, environment
 
 ROWS = ("1 2 5 > 7 :", "3 4 9 > 5 :", "2 6 8 > 4 :", "1 4 7 > 8 :")
 OWN_CODE = """
@@ -84,10 +83,6 @@ def own_code(small_run: Callable[..., CommandLine]) -> Callable[..., CommandLine
     return write
 
 
-def audit_of(line: CommandLine) -> dict:
-    return json.loads((line.folder / "audit.json").read_text())
-
-
 @pytest.mark.long
 def test_a_breakpoint_in_a_loss_and_in_a_verifier_stops_in_the_process_of_the_command(
     own_code: Callable[..., CommandLine], monkeypatch: pytest.MonkeyPatch
@@ -105,11 +100,9 @@ def test_a_breakpoint_in_a_loss_and_in_a_verifier_stops_in_the_process_of_the_co
     stops = (line.run_file.parent / "stops.txt").read_text().splitlines()
     assert {tuple(stop.split()) for stop in stops} == {("reward", str(process.pid)), ("loss", str(process.pid))}
     assert (line.run_file.parent / "imports.txt").read_text().split() == [str(process.pid)]
-    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == [1, 2, 3]
+    assert line.steps == [1, 2, 3]
     assert "training to step 3" in output
-    audit = audit_of(line)
-    assert audit["green"]
-    assert_rescored(audit)
+    assert_rescored(line.audit())
     logged = [json.loads(text)["service"] for text in (line.folder / "logs/trainer-0.log").read_text().splitlines()]
     assert set(logged) == {"trainer-0"}
 
@@ -160,66 +153,45 @@ class Terminal:
             assert time.monotonic() < deadline, self.text
         return self.process.wait(WAIT_SECONDS)
 
-    def close(self) -> None:
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
         os.close(self._screen)
 
 
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    """Open terminals; what still runs in one is killed."""
-    opened: list[Terminal] = []
-
-    def open_(*arguments: object) -> Terminal:
-        opened.append(Terminal(*arguments))  # type: ignore[arg-type]
-        return opened[-1]
-
-    yield open_
-    for each in opened:
-        each.close()
-
-
 @pytest.mark.long
 def test_pdb_in_an_environment_stops_the_mesh_beyond_every_expiry_and_ctrl_c_ends_it(
-    own_code: Callable[..., CommandLine], terminal: Callable[..., Terminal], wait_until: Callable[..., None]
+    own_code: Callable[..., CommandLine], wait_until: Callable[..., None]
 ) -> None:
     line = own_code(trainer={"train_steps": 30}, store={"heartbeat_seconds": 1.0, "session_ttl_seconds": 3.0})
     settings = ["--set", "rollout.program=environment", "--set", "rollout.environment=own_code:OneTurn"]
     stops: Path = line.run_file.parent / "stops"
     stops.touch()
-    screen = terminal(line, "up", str(line.run_file), "--inline", *settings)
-    screen.see("(Pdb) ")
-    screen.type("p text, self\n")
-    screen.see("OneTurn object")
+    with Terminal(line, "up", str(line.run_file), "--inline", *settings) as screen:
+        screen.see("(Pdb) ")
+        screen.type("p text, self\n")
+        screen.see("OneTurn object")
 
-    def live_generators() -> list[object]:
-        return json.loads(line.run("status", str(line.folder), "--json").stdout)["generators"]
+        def live_generators() -> list[object]:
+            return json.loads(line.run("status", str(line.folder), "--json").stdout)["generators"]
 
-    wait_until(lambda: live_generators() == [], "the end of every heartbeat's time to live", screen.process)
-    screen.see("(Pdb) ")
-    screen.type("c\n")
-    screen.see("(Pdb) ")
-    assert line.json_lines("metrics.jsonl"), "the mesh has trained since the first stop"
-    stops.unlink()
-    screen.type("\x03")
-    screen.type("c\n")
-    assert screen.end() == 130, screen.text
-    assert "stopped; the same command continues this run" in screen.text
-    assert "Traceback" not in screen.text
+        wait_until(lambda: live_generators() == [], "the end of every heartbeat's time to live", screen.process)
+        screen.see("(Pdb) ")
+        screen.type("c\n")
+        screen.see("(Pdb) ")
+        assert line.json_lines("metrics.jsonl"), "the mesh has trained since the first stop"
+        stops.unlink()
+        screen.type("\x03")
+        screen.type("c\n")
+        assert screen.end() == 130, screen.text
+        assert "stopped; the same command continues this run" in screen.text
+        assert "Traceback" not in screen.text
     assert EmbeddedServer(RunFolder(line.folder).redis).pid is None
 
     done = line.run("up", str(line.run_file), "--inline", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, 31))
-    assert audit_of(line)["green"]
-
-
-def test_a_run_that_needs_more_than_one_process_is_refused_before_anything_starts(
-    small_run: Callable[..., CommandLine],
-) -> None:
-    line = small_run()
-    refused = line.run("up", str(line.run_file), "--inline")
-    assert refused.returncode == 2
-    assert "generator.replicas=2: --inline runs one generator" in refused.stderr
-    assert not line.folder.exists()
+    assert line.steps == list(range(1, 31))
+    assert line.audit()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -87,18 +86,14 @@ def test_a_run_continues_with_an_older_redis_and_with_an_empty_one(server: Serve
         "store": {"url": f"unix://{server.socket}", "heartbeat_seconds": 1.0, "session_ttl_seconds": 5.0},
     }
 
-    def trains_on(line, process: subprocess.Popen[str]) -> None:
-        seen = len(line.json_lines("metrics.jsonl"))
-        wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= seen + 2, "two train steps", process)
-
     server.start()
     line, process = started(**sections)
-    trains_on(line, process)
+    line.trains(process, 2)
     server.documented("bgsave")
     wait_until((server.folder / "dump.rdb").exists, "the dump", process)
     dump = server.folder.parent / "dump.rdb"
     shutil.copy(server.folder / "dump.rdb", dump)
-    trains_on(line, process)
+    line.trains(process, 2)
     stop(process)
 
     server.end()
@@ -111,7 +106,7 @@ def test_a_run_continues_with_an_older_redis_and_with_an_empty_one(server: Serve
         server.documented("appendonly yes")
         assert client.config_get("appendonly") == {"appendonly": "yes"}
     line, process = started(**sections)
-    trains_on(line, process)
+    line.trains(process, 2)
     stop(process)
 
     server.documented("unlink")
@@ -119,9 +114,8 @@ def test_a_run_continues_with_an_older_redis_and_with_an_empty_one(server: Serve
         assert client.dbsize() == 0, "the queue is forgotten"
     done = line.run("up", str(line.run_file), "--set", "generator.pace=null")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, STEPS + 1))
-    audit = json.loads((line.folder / "audit.json").read_text())
-    assert audit["green"] and audit["lost"] == [] and audit["trained_twice"] == {}
+    assert line.steps == list(range(1, STEPS + 1))
+    assert line.audit()
 
 
 def stop(process: subprocess.Popen[str]) -> None:

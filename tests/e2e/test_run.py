@@ -14,8 +14,7 @@ import pytest
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
 
-from .audits import assert_rescored
-from .conftest import ENDLESS, WAIT_SECONDS, CommandLine, write_small_run
+from .conftest import ENDLESS, WAIT_SECONDS, CommandLine, assert_rescored, write_small_run
 
 pytestmark = pytest.mark.slow
 
@@ -23,10 +22,6 @@ STEPS = 32
 """More than a run gets to between a second step and Ctrl-C, with the batches that were ready by then, at the pace."""
 PACE = [[1, 0.02]]
 """Seconds that a decode step takes at least, however fast the machine is."""
-
-
-def audited(line) -> dict:
-    return json.loads((line.folder / "audit.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
 @pytest.mark.long
 def test_one_command_trains_evaluates_audits_and_reports(finished: CommandLine) -> None:
     line = finished
-    steps = line.json_lines("metrics.jsonl")
-    assert [step["train_step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert line.steps == [1, 2, 3, 4, 5, 6]
     evaluations = line.json_lines("evaluations.jsonl")
     assert [(e["policy_version"], e["n"]) for e in evaluations] == [(0, 32), (3, 32), (6, 32)]
     assert all(0 < e["standard_error"] < 0.1 for e in evaluations)
@@ -54,12 +48,7 @@ def test_one_command_trains_evaluates_audits_and_reports(finished: CommandLine) 
     looks = [(look["t"], look["view"]["leased"]) for look in line.json_lines("timeline.jsonl")]
     before, after = ([leased for t, leased in looks if t < first["when"]], [n for t, n in looks if t > last["when"]])
     assert set(before) == set(after) == {0}
-    audit = audited(line)
-    assert audit["green"]
-    assert audit["lost"] == []
-    assert audit["trained_twice"] == {}
-    assert audit["staleness_violations"] == []
-    assert_rescored(audit)
+    assert_rescored(line.audit())
     assert (line.folder / "report.html").stat().st_size > 10_000
 
     status = line.run("status", str(line.folder), "--json")
@@ -92,18 +81,17 @@ def test_a_backup_into_the_run_itself_or_over_another_run_is_refused(finished: C
 
 def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until) -> None:
     line, process = started(trainer={"train_steps": STEPS}, generator={"pace": PACE})
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
+    line.trains(process)
     # A trainer that an operator stops ends well, and is started again: its work is not done.
     (trainer,) = read_endpoints(line.folder, "trainer")
     os.kill(trainer.pid, signal.SIGTERM)
     wait_until(lambda: [e.pid for e in read_endpoints(line.folder, "trainer")] != [trainer.pid], "its end", process)
-    trained = len(line.json_lines("metrics.jsonl"))
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained, "another train step", process)
+    line.trains(process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130, output
     assert "starting it again" in output
-    assert len(line.json_lines("metrics.jsonl")) < STEPS
+    assert len(line.steps) < STEPS
     looks = len(line.json_lines("timeline.jsonl"))
     assert line.run("status", str(line.folder)).returncode == 0  # starts the queue's server and stops it again
 
@@ -113,8 +101,8 @@ def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until)
 
     done = line.run(*unpaced)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert audited(line)["green"]
+    assert line.steps == list(range(1, STEPS + 1))
+    assert line.audit()
 
 
 def stopped_in_its_audit(line: CommandLine, *command: str) -> bool:
@@ -150,11 +138,9 @@ def test_a_run_that_diverges_fails_and_says_so_everywhere(small_run) -> None:
 
 
 @pytest.mark.long
-def test_a_report_that_cannot_be_written_ends_no_run_and_a_damaged_batch_file_ends_it_at_once(
-    started, wait_until
-) -> None:
+def test_a_report_that_cannot_be_written_ends_no_run_and_a_damaged_batch_file_ends_it_at_once(started) -> None:
     line, process = started(trainer={"train_steps": ENDLESS}, evaluation={"before_and_after": False})
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
+    line.trains(process)
     (line.folder / "report.html").mkdir()  # as on a full disk: the file cannot be made
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WAIT_SECONDS)

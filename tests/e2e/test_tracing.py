@@ -68,7 +68,7 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
             generator={"pace": [[1, 0.02]]},
             rollout={"max_new_tokens": 128, "partial_save_tokens": 16},
         )
-        wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= STEPS, "train steps", process)
+        line.trains(process, STEPS)
         config = load_run_config(line.folder / "config.yaml", environ={})
         checkpoints = open_checkpoints(config)
         trained: list[Batch] = []
@@ -80,7 +80,7 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
 
             On a machine that stalls, the spans that a process exports at that time may be lost.
             """
-            steps = range(len(trained) + 1, len(line.json_lines("metrics.jsonl")) + 1)
+            steps = range(len(trained) + 1, len(line.steps) + 1)
             trained.extend(checkpoints.read_batch(step) for step in steps)
             traces = received.traces()
             for batch in trained:

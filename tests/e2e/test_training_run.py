@@ -72,8 +72,7 @@ class Training:
 
     def trains(self, steps: int) -> None:
         """Wait for further train steps."""
-        wanted = len(self.steps) + steps
-        self.until(lambda: len(self.steps) >= wanted, f"train step {wanted}")
+        self.line.trains(self.process, steps)
 
 
 @pytest.fixture(scope="module")

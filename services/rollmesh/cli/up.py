@@ -28,11 +28,12 @@ from rollmesh.file_writes import write_text
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs
 from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.run_folder import make_run_folder
-from rollmesh.launcher.run_up import RunResult, close_run, run_up
+from rollmesh.launcher.run_up import close_run, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.preflight.run_checks import check_inline, check_run
 from rollmesh.recipes.countdown.starter_rows import starter_rows
 from rollmesh.report.console import run_console
+from rollmesh.report.ledger_check import QueueAccount
 from rollmesh.runtime.capacity import check_configured, this_machine
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.tracing import recorded_traces
@@ -119,13 +120,13 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     folder = make_run_folder(config).path
     try:
-        result = _run(config, folder, console, inline_services() if inline else None)
+        account = _run(config, folder, console, inline_services() if inline else None)
         try:
-            accepted = close_run(folder, result.account, console)
+            accepted = close_run(folder, account, console)
         except OSError as error:
             text = f"the report cannot be written: {error}; to retry: rollmesh audit {folder}; rollmesh report {folder}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-            return EXIT_STOPPED if result.account is None else 1
+            return EXIT_STOPPED if account is None else 1
     except (PoliciesRefused, ServiceFailed):
         with contextlib.suppress(OSError, ConfigError):  # the report helps to diagnose the failure
             close_run(folder, None, console)
@@ -136,7 +137,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     except (Interrupted, KeyboardInterrupt):
         console.print("stopped; the same command continues this run", highlight=False)
         return EXIT_STOPPED
-    if result.account is None:
+    if account is None:
         return EXIT_STOPPED
     print_summary(summarise(folder), console)
     console.print(f"report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
@@ -148,8 +149,8 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     return 0 if accepted else 1
 
 
-def _run(config: RunConfig, folder: Path, console: Console, serve: Mapping[str, Serve] | None) -> RunResult:
-    async def main() -> RunResult:
+def _run(config: RunConfig, folder: Path, console: Console, serve: Mapping[str, Serve] | None) -> QueueAccount | None:
+    async def main() -> QueueAccount | None:
         if serve is None:
             return await run_up(config, shutdown_event(), console)
         async with recorded_traces(

@@ -18,7 +18,7 @@ import structlog
 
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import RollmeshError
-from rollmesh.launcher.supervisor import ServiceProcess, ServiceSpec
+from rollmesh.launcher.supervisor import ServiceProcess, ServiceSpec, StartService
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.lifecycle import Shutdown, log_failure
 from rollmesh.runtime.logging import log_crash
@@ -64,16 +64,13 @@ class ServiceLogs:
         self._launcher.flush()
 
 
-class InlineServices:
-    """Starter of services as tasks of this process."""
+def inline_start(config_file: Path, serve: Mapping[str, Serve]) -> StartService:
+    """Return a starter of services as tasks of this process, with the settings that their processes would read."""
 
-    def __init__(self, config_file: Path, serve: Mapping[str, Serve]) -> None:
-        self._config_file = config_file
-        self._serve = serve
+    async def start(spec: ServiceSpec) -> ServiceProcess:
+        return _InlineService(spec, config_file, serve[spec.service])
 
-    async def start(self, spec: ServiceSpec) -> ServiceProcess:
-        """Start a service, with the settings that its process would read."""
-        return _InlineService(spec, self._config_file, self._serve[spec.service])
+    return start
 
 
 class _InlineService:

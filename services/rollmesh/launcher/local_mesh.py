@@ -15,7 +15,7 @@ from rollmesh.config.replica_bounds import SCALABLE
 from rollmesh.errors import PoliciesRefused, RollmeshError, StoreUnavailable
 from rollmesh.launcher.console_notes import AddressNotes, ServiceWatch
 from rollmesh.launcher.evaluation_journal import EvaluationJournal
-from rollmesh.launcher.inline_services import InlineServices, Serve
+from rollmesh.launcher.inline_services import Serve, inline_start
 from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.replica_scaler import ReplicaScaler
@@ -31,7 +31,6 @@ from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store.trajectory_store import begin_run
-from rollmesh.types import GeneratorRecord
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ class LocalMesh:
         progress: RunProgress,
         timeline: TimelineRecorder,
         watch: ServiceWatch,
-        inline: InlineServices | None = None,
+        inline: StartService | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -66,8 +65,7 @@ class LocalMesh:
         self._redis_url = running.url
         self.progress = progress
         self.evaluations = EvaluationJournal(running.store, folder, progress.note)
-        start: StartService = start_process if inline is None else inline.start
-        self.supervisor = Supervisor(config.launcher.restart_limit, progress.note, start=start)
+        self.supervisor = Supervisor(config.launcher.restart_limit, progress.note, start=inline or start_process)
         self._watch = watch
         watch.supervisor = self.supervisor
         scaling = running.store.scaling if inline is None else None
@@ -114,9 +112,17 @@ class LocalMesh:
 
         Raises Interrupted on shutdown, ServiceFailed when a service or the run has failed or the deadline has passed.
         """
+
+        async def is_done() -> bool:
+            try:
+                return await done()
+            except (StoreUnavailable, OSError) as error:
+                self._show_outage(error)
+                return False
+
         loop = asyncio.get_running_loop()
         start = next_update = loop.time()
-        while not await _unless_stopped(self._shutdown, self._is_done(done), waiting_for):
+        while not await _unless_stopped(self._shutdown, is_done(), waiting_for):
             if self.supervisor.failed.done():
                 raise ServiceFailed(self.supervisor.failed.result())
             if deadline_seconds is not None and loop.time() - start > deadline_seconds:
@@ -155,13 +161,6 @@ class LocalMesh:
         except (StoreUnavailable, TimeoutError):
             self.progress.note("Redis does not answer: the run stays paused until the next rollmesh up or eval")
 
-    async def _is_done(self, done: Callable[[], Awaitable[bool]]) -> bool:
-        try:
-            return await done()
-        except (StoreUnavailable, OSError) as error:
-            self._show_outage(error)
-            return False
-
     async def _update(self, waiting_for: str) -> None:
         try:
             failure = await self.store.leadership.failure()
@@ -171,21 +170,17 @@ class LocalMesh:
             await self._scaler.reconcile()
             self._addresses.update()
             sample = await self._timeline.sample()
-            self._note_refusals(sample.generators)
+            for generator in sample.generators:  # each version that one refuses is noted once, with the reason
+                version = generator.refused_version
+                if version is not None and version > self._noted_refusal:
+                    self._noted_refusal = version
+                    reason = " ".join(generator.refused_reason.split())
+                    self.progress.note(f"generator {generator.address} refuses policy version {version}: {reason}")
             agents = read_endpoints(self.folder.path, "agents") if self.config.rollout.program == "agent" else []
             self.progress.update(sample, waiting_for, agents[0].url if agents else None, self._watch.text())
             self._watch.own.end(_OUTAGE)
         except (StoreUnavailable, OSError) as error:
             self._show_outage(error)
-
-    def _note_refusals(self, generators: Sequence[GeneratorRecord]) -> None:
-        """Note each policy version that a generator refuses, once, with the reason."""
-        for generator in generators:
-            version = generator.refused_version
-            if version is not None and version > self._noted_refusal:
-                self._noted_refusal = version
-                reason = " ".join(generator.refused_reason.split())
-                self.progress.note(f"generator {generator.address} refuses policy version {version}: {reason}")
 
     async def newest_served(self) -> bool:
         """Tell whether a generator serves the newest policy; also True without generators or with a pinned version.
@@ -306,7 +301,7 @@ async def local_mesh(
         running = await _unless_stopped(shutdown, stack.enter_async_context(store), "the store")
         timeline = TimelineRecorder(running.store, folder, client)
         await _unless_stopped(shutdown, begin_run(running.store, run_limits(config)), "the store")
-        inline = None if serve is None else InlineServices(folder.config_file, serve)
+        inline = None if serve is None else inline_start(folder.config_file, serve)
         mesh = LocalMesh(config, folder, running, shutdown, progress, timeline, watch, inline)
         with progress:
             try:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.config.fixed_settings import reason_to_keep
 from rollmesh.config.load import SECRETS
 from rollmesh.errors import ConfigError
-from rollmesh.report.recorded_run import FAILURE_FILE
 from rollmesh.runtime.locks import LOCK_FILE, lock_file, lock_holder, lock_text
 from rollmesh.runtime.logging import get_logger
 from rollmesh.scheduling.resolved_schedule import resolved_section
@@ -79,16 +77,6 @@ class RunFolder:
     @property
     def evaluations(self) -> Path:
         return self.path / "evaluations.jsonl"
-
-    def note_failure(self, message: str) -> None:
-        """Write the reason of a failure; a full disk is ignored."""
-        note = json.dumps({"time": time.time(), "message": message})
-        with contextlib.suppress(OSError):
-            (self.path / FAILURE_FILE).write_text(note, encoding="utf-8")
-
-    def forget_failure(self) -> None:
-        """Remove the reason of an earlier failure."""
-        (self.path / FAILURE_FILE).unlink(missing_ok=True)
 
     def log_file(self, service: str, index: int) -> Path:
         """Return the log file of one service process; restarts append to it."""
@@ -143,8 +131,10 @@ def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder)
     refused = refused_changes(before, now)
     if not refused:
         return _changes(before, now)
-    if _can_be_set_aside(folder.path, before, now):
-        _set_aside(folder.path)
+    local = all(run.store.url is None and run.checkpoints.folder is None for run in (before, now))
+    cut = any((folder.path / "checkpoints" / BATCHES).glob("*.pb"))
+    if local and not cut and not (folder.metrics.exists() and folder.metrics.stat().st_size > 0):
+        _set_aside(folder.path)  # until the first batch nothing depends on the fixed settings
         return ()
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     changes = "; ".join(
@@ -199,17 +189,6 @@ def _value(values: dict[str, Any], name: str) -> str:
     for key in name.split("."):
         found = found.get(key) if isinstance(found, dict) else None
     return json.dumps(found)
-
-
-def _can_be_set_aside(folder: Path, before: RunConfig, now: RunConfig) -> bool:
-    """Tell whether a run keeps its queue and its checkpoints in its folder, and has cut no batch.
-
-    Until the first batch nothing depends on the fixed settings.
-    """
-    local = all(run.store.url is None and run.checkpoints.folder is None for run in (before, now))
-    cut = any((folder / "checkpoints" / BATCHES).glob("*.pb"))
-    metrics = folder / "metrics.jsonl"
-    return local and not cut and not (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _set_aside(folder: Path) -> None:

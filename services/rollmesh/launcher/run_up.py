@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,44 +21,36 @@ from rollmesh.launcher.progress_panel import TRAINING
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.report.ledger_check import QueueAccount
+from rollmesh.report.recorded_run import FAILURE_FILE
 from rollmesh.store import TrajectoryStore
 
 _TRAINER = "trainer-0"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """Result of a run."""
-
-    folder: RunFolder
-    account: QueueAccount | None
-    """Final counts of the queue, for the audit; None when the user stopped the run."""
-
-
 async def run_up(
     config: RunConfig, shutdown: asyncio.Event, console: Console, serve: Mapping[str, Serve] | None = None
-) -> RunResult:
+) -> QueueAccount | None:
     """Start or continue the run of ``config``; return when training is complete or ``shutdown`` is set.
 
-    With ``serve`` the services are these functions, run in this process.
+    Returns the final counts of the queue, for the audit; None when the user stopped the run. With ``serve`` the
+    services are these functions, run in this process.
 
     Raises ServiceFailed when a service exceeds the restart limit, PoliciesRefused when every generator refuses the
     newest policy, ConfigError when another launcher holds the folder.
     """
     with locked_run_folder(config) as folder:
-        folder.forget_failure()
+        (folder.path / FAILURE_FILE).unlink(missing_ok=True)
         async with _recorded_failure(folder), local_mesh(config, folder, shutdown, console, serve) as mesh:
             for change in folder.changes:
                 mesh.progress.note(f"changed since the last start: {change}")
             try:
                 await _train(mesh)
-                account = await mesh.answer(lambda: queue_account(mesh.store), "the final counts of the queue")
-                return RunResult(folder=folder, account=account)
+                return await mesh.answer(lambda: queue_account(mesh.store), "the final counts of the queue")
             except Interrupted:
                 mesh.progress.note("stopped; the same command continues this run")
                 with contextlib.suppress(StoreUnavailable, OSError):
                     await mesh.evaluations.update()
-                return RunResult(folder=folder, account=None)
+                return None
 
 
 @contextlib.asynccontextmanager
@@ -66,7 +59,9 @@ async def _recorded_failure(folder: RunFolder) -> AsyncIterator[None]:
     try:
         yield
     except (PoliciesRefused, ServiceFailed) as error:
-        folder.note_failure(str(error))
+        note = json.dumps({"time": time.time(), "message": str(error)})
+        with contextlib.suppress(OSError):  # such as a full disk
+            (folder.path / FAILURE_FILE).write_text(note, encoding="utf-8")
         raise
 
 
@@ -96,7 +91,7 @@ async def _trained(mesh: LocalMesh) -> bool:
     """
     # Read in this order: if the trainer exits between the two reads, its work is complete.
     ended = mesh.supervisor.finished(_TRAINER)
-    missing = await missing_at_the_end(mesh.store, mesh.config)
+    missing = await _missing_at_the_end(mesh.store, mesh.config)
     if missing and ended:
         # Possible causes: SIGTERM by an operator, a Redis restored without its last reports, a request after its last
         # poll, a damaged newest state.
@@ -105,7 +100,7 @@ async def _trained(mesh: LocalMesh) -> bool:
     return ended and not missing
 
 
-async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
+async def _missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
     """Name the next event that the run still lacks before it can be closed; empty when the run is complete.
 
     The state in Redis is not sufficient: the audit reads the trainer state of the last step from disk.
@@ -115,20 +110,13 @@ async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
         return "the last step was announced"
     if await store.rollbacks.pending() is not None:
         return "a rollback was carried out"
-    if await asyncio.to_thread(_committed_on_disk, config) < steps:
-        return "the trainer state of the last step was on disk"
-    return ""
-
-
-def _committed_on_disk(config: RunConfig) -> int:
-    """Return the train step of the newest trainer state; -1 without a state or while the storage is unreachable."""
     try:
-        state = open_checkpoints(config).latest_committed()
+        state = await asyncio.to_thread(lambda: open_checkpoints(config).latest_committed())
     except CheckpointError as error:
-        if not error.outside:
+        if not error.outside:  # the storage is reachable
             raise
-        return -1
-    return -1 if state is None else state.train_step
+        state = None
+    return "the trainer state of the last step was on disk" if state is None or state.train_step < steps else ""
 
 
 async def queue_account(store: TrajectoryStore) -> QueueAccount:

@@ -6,8 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -75,19 +74,6 @@ class MeshSample:
         return json.dumps(record, separators=(",", ":"))
 
 
-@dataclass(slots=True)
-class _CounterSum:
-    """Sum of a counter over processes that start, end and restart at zero."""
-
-    seen: dict[str, float] = field(default_factory=dict)
-    total: float = 0.0
-
-    def update(self, process: str, value: float) -> None:
-        before = self.seen.get(process, 0.0)
-        self.total += value - before if value >= before else value
-        self.seen[process] = value
-
-
 class TimelineRecorder:
     """Recorder that samples the store and the generators' ``/metrics`` into the timeline."""
 
@@ -95,7 +81,8 @@ class TimelineRecorder:
         self._store = store
         self._folder = folder
         self._client = client
-        self._generated = _CounterSum()
+        self._generated_total = 0.0
+        self._generated: dict[str, float] = {}
 
     async def sample(self) -> MeshSample:
         """Take one sample and append it to the timeline."""
@@ -107,14 +94,15 @@ class TimelineRecorder:
             view=await self._store.mesh.view(groups=False),
             generators=tuple(await self._store.generators.live()),
             loads=tuple(loads),
-            generated_token_total=self._generated.total,
-            generated_tokens=dict(self._generated.seen),
+            generated_token_total=self._generated_total,
+            generated_tokens=dict(self._generated),
             saved_token_total=counts.totals.get("saved_tokens_total", 0),
             dropped=dict(counts.drops),
             work=work,
             pinned_version=None if pin is None or pin.owner else pin.policy_version,
         )
-        append_line(self._folder.timeline, sample.to_json())
+        with writing(self._folder.timeline), self._folder.timeline.open("a", encoding="utf-8") as timeline:
+            timeline.write(sample.to_json() + "\n")
         return sample
 
     async def _scrape_generators(self) -> tuple[list[GeneratorLoad], Mapping[str, float]]:
@@ -127,7 +115,9 @@ class TimelineRecorder:
                 continue  # a generator that restarts: the next sample reads its counter
             process = process_key(endpoint)
             values = metric_sums(answer.text)
-            self._generated.update(process, values.get(GENERATED_TOKENS, 0.0))
+            now, before = values.get(GENERATED_TOKENS, 0.0), self._generated.get(process, 0.0)
+            self._generated_total += now - before if now >= before else now  # a restart begins at zero
+            self._generated[process] = now
             work.update({name: values[metric] for name, metric in _WORK.items() if metric in values})
             loads.append(_load(process, values))
         return loads, dict(work)
@@ -159,9 +149,3 @@ def metric_sums(exposition: str) -> dict[str, float]:
         for sample in family.samples:
             sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
     return sums
-
-
-def append_line(file: Path, line: str) -> None:
-    """Append one line to a JSON-lines file."""
-    with writing(file), file.open("a", encoding="utf-8") as handle:
-        handle.write(line + "\n")

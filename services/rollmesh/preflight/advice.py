@@ -78,16 +78,13 @@ class Estimate:
             meaning = "tokens of one policy, then a rest until the next one"
             table.add_row("segment", f"{schedule.segment_tokens}", meaning)
         table.add_row("capacity", f"{schedule.window_groups}", "groups admitted and not yet trained, at most")
-        table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", self._memory_meaning())
-        return table
-
-    def _memory_meaning(self) -> str:
         meaning = "Redis, at capacity and full length, without snapshots of environments"
-        if self.queue_limit_bytes is None:
-            return meaning
-        share = self.queue_bytes / self.queue_limit_bytes
-        advice = "; above 80% admission waits: increase it" if share > _ADMISSION_SHARE else ""
-        return f"{meaning}: {share:.0%} of store.maxmemory_bytes{advice}"
+        if self.queue_limit_bytes is not None:
+            share = self.queue_bytes / self.queue_limit_bytes
+            advice = "; above 80% admission waits: increase it" if share > _ADMISSION_SHARE else ""
+            meaning = f"{meaning}: {share:.0%} of store.maxmemory_bytes{advice}"
+        table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", meaning)
+        return table
 
 
 def estimate(config: RunConfig) -> Estimate:

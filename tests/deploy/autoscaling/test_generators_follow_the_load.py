@@ -240,7 +240,6 @@ def test_generators_follow_the_load_by_the_charts_rule_and_nothing_is_lost(
                 lambda service=service: None not in answers(prometheus, service).values(),
                 f"an answer of every signal of {service}",
             )
-
         with autoscaled(mesh, prometheus) as asked:
             until(lambda: mesh.serving() == MOST, "three generators")
             rate["3 generators"] = mesh.tokens_per_second(MOST, lambda now: now > 2.0 * rate["1 generator"])
@@ -253,7 +252,6 @@ def test_generators_follow_the_load_by_the_charts_rule_and_nothing_is_lost(
         rate["1 generator again"] = mesh.tokens_per_second(1, lambda now: 0.5 < now / rate["1 generator"] < 1.6)
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(timeout=120) == 130, (tmp_path / "up.log").read_text()
-
     audit = subprocess.run(
         mesh.command("audit", str(mesh.folder), "--json"), capture_output=True, text=True, check=False
     )

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from .api_server import installed, owned
 from .object_checks import all_checks
-from .rendering import CHART, NAMESPACE, ROOT, Helm, HelmError, Object, Rendering
+from .rendering import CHART, NAMESPACE, ROOT, Helm, HelmError, Object, Rendering, set_at
 
 CHECKS = all_checks()
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
@@ -22,89 +22,45 @@ KIND = CHART / "ci" / "kind-cpu-values.yaml"
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_every_example(renderings: list[Rendering], check: Callable[[Rendering], Iterator[str]]) -> None:
     problems = [f"{rendering.name}: {problem}" for rendering in renderings for problem in check(rendering)]
-
     assert not problems, "\n".join(problems)
 
 
-def _break_selector(r: Rendering) -> None:
-    r.one("Service", "-reward")["spec"]["selector"]["app.kubernetes.io/component"] = "rewards"
+def service(ending: str) -> Callable[[Rendering], Object]:
+    return lambda rendering: rendering.one("Service", ending)
 
 
-def _break_quantity(r: Rendering) -> None:
-    r.component("rollout")["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "lots"}}
+def pod(component: str) -> Callable[[Rendering], Object]:
+    return lambda rendering: rendering.component(component)
 
 
-def _break_port(r: Rendering) -> None:
-    r.component("rollout")["spec"]["containers"][0]["livenessProbe"]["httpGet"]["port"] = "adm"
-
-
-def _break_claim(r: Rendering) -> None:
-    r.objects.remove(r.one("PersistentVolumeClaim"))
-
-
-def _break_root(r: Rendering) -> None:
-    r.component("reward")["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] = False
-
-
-def _break_image(r: Rendering) -> None:
-    r.component("trainer")["spec"]["containers"][0]["image"] = "rollmesh/trainer"
-
-
-def _break_name(r: Rendering) -> None:
-    r.one("Deployment", "-rollout")["metadata"]["name"] = "Bad_Name"
-
-
-def _break_grace(r: Rendering) -> None:
-    r.component("generator")["spec"]["terminationGracePeriodSeconds"] = 20
-
-
-def _break_service(r: Rendering) -> None:
-    r.one("Service", "-gateway")["spec"]["ports"][0]["targetPort"] = "web"
-
-
-def _break_route(r: Rendering) -> None:
-    backend = {"service": {"name": r.one("Service", "-gateway")["metadata"]["name"], "port": {"name": "https"}}}
-    rules = [{"http": {"paths": [{"backend": backend}]}}]
-    r.objects.append({"kind": "Ingress", "metadata": {"name": "x"}, "spec": {"rules": rules}})
-
-
-def _break_mount(r: Rendering) -> None:
-    r.component("trainer")["spec"]["volumes"].pop()
-
-
-def _break_account(r: Rendering) -> None:
-    r.component("trainer")["spec"]["serviceAccountName"] = "default"
-
-
-def _break_pod(r: Rendering) -> None:
-    r.component("trainer")["spec"]["hostNetwork"] = True
-
-
-BREAKS = {
-    "selectors_match_pods": _break_selector,
-    "quantities_parse": _break_quantity,
-    "services_lead_to_ports": _break_service,
-    "probes_ask_ports_that_exist": _break_port,
-    "routes_lead_to_services": _break_route,
-    "volumes_lead_somewhere": _break_claim,
-    "mounts_and_volumes_belong_together": _break_mount,
-    "other_references_lead_somewhere": _break_account,
-    "pods_meet_the_restricted_standard": _break_pod,
-    "containers_meet_the_restricted_standard": _break_root,
-    "containers_are_complete": _break_image,
-    "names_and_labels_are_valid": _break_name,
-    "pods_may_end_in_their_own_time": _break_grace,
-}
+BREAKS: dict[str, tuple[Callable[[Rendering], Object], str, Any]] = {
+    "selectors_match_pods": (service("-reward"), "spec.selector", {"app.kubernetes.io/component": "rewards"}),
+    "quantities_parse": (pod("rollout"), "spec.containers.0.resources", {"requests": {"cpu": "lots"}}),
+    "services_lead_to_ports": (service("-gateway"), "spec.ports.0.targetPort", "web"),
+    "probes_ask_ports_that_exist": (pod("rollout"), "spec.containers.0.livenessProbe.httpGet.port", "adm"),
+    "routes_lead_to_services": (lambda r: r.one("HTTPRoute"), "spec.rules.0.backendRefs.0.port", 99),
+    "volumes_lead_somewhere": (lambda r: r.one("PersistentVolumeClaim"), "metadata.name", "other"),
+    "mounts_and_volumes_belong_together": (pod("trainer"), "spec.volumes.0.name", "other"),
+    "other_references_lead_somewhere": (pod("trainer"), "spec.serviceAccountName", "default"),
+    "pods_meet_the_restricted_standard": (pod("trainer"), "spec.hostNetwork", True),
+    "containers_meet_the_restricted_standard": (
+        pod("reward"), "spec.containers.0.securityContext.readOnlyRootFilesystem", False,
+    ),
+    "containers_are_complete": (pod("trainer"), "spec.containers.0.image", "rollmesh/trainer"),
+    "names_and_labels_are_valid": (lambda r: r.one("Deployment", "-rollout"), "metadata.name", "Bad_Name"),
+    "pods_may_end_in_their_own_time": (pod("generator"), "spec.terminationGracePeriodSeconds", 20),
+}  # fmt: skip
+"""An object, a place in it, and the value there that each check must notice."""
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_check_notices_what_is_wrong(
     renderings: list[Rendering], check: Callable[[Rendering], Iterator[str]]
 ) -> None:
-    (kind,) = [r for r in renderings if r.name == "kind-cpu-values.yaml"]
-    broken = copy.deepcopy(kind)
-    BREAKS[check.__name__](broken)
-
+    found, path, value = BREAKS[check.__name__]
+    kind = "HTTPRoute" if "route" in check.__name__ else "PersistentVolumeClaim"
+    broken = copy.deepcopy(next(r for r in renderings if len(r.of_kind(kind)) == 1))
+    set_at(found(broken), path, value)
     assert list(check(broken))
 
 
@@ -150,7 +106,6 @@ def test_the_ranks_of_a_trainer_meet_at_its_first_pod(renderings: list[Rendering
     env = variables(spot.component("trainer"))
     first = f"{job['metadata']['name']}-0"  # the host name that Kubernetes gives to the pod with index 0
     service = spot.one("Service", first)
-
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(env["PET_NNODES"]["value"]) == 2
     assert env["PET_RDZV_ENDPOINT"]["value"] == f"{first}:{service['spec']['ports'][0]['port']}"
     assert service["spec"]["selector"]["batch.kubernetes.io/job-completion-index"] == "0"
@@ -219,14 +174,12 @@ def test_an_upgrade_keeps_the_replicas_that_someone_else_has_set_unless_the_valu
     """With the number of the values Helm 4 stops half-way at a conflict with kubectl, and Helm 3 takes it back."""
     components = ("rollout", "generator", "reward", "gateway", "agents")
     three = [*sets, *(f"{component}.replicas=3" for component in components)]
-
     first = installed(helm, {}, *sets)
     up = installed(helm, scaled(first, 5), *sets, "gateway.service.port=81")
     down = installed(helm, scaled(up, 0), *sets)
     changed = installed(helm, scaled(down, 7), *three)
     again = installed(helm, scaled(changed, 6), *three)
     back = installed(helm, scaled(again, 6), *sets)
-
     steps = [set(replicas_of(rendering).values()) for rendering in (first, up, down, changed, again, back)]
     assert steps == [{1}, {5}, {0}, {3}, {6}, {1}]
     everything = [workload["spec"]["replicas"] for workload in up.of_kind(*SCALABLE)]
@@ -238,12 +191,10 @@ def test_an_upgrade_keeps_the_replicas_that_an_autoscaler_has_set(helm: Helm, ki
     """Helm removes a field that the new manifest no longer has, and Kubernetes then sets replicas to 1."""
     plain = [f"generator.kind={kind}", "gateway.enabled=false"]
     sets = [*plain, *(f"{component}.autoscaling.kind=hpa" for component in ("rollout", "reward", "generator"))]
-
     first = installed(helm, {}, *sets)
     up = installed(helm, scaled(first, 5), *sets)
     down = installed(helm, scaled(up, 0), *sets)
     without = installed(helm, scaled(down, 4), *plain)
-
     steps = [set(replicas_of(rendering).values()) for rendering in (first, up, down, without)]
     assert steps == [{None}, {5}, {0}, {4}], "turning it off is no reason to scale"
 
@@ -251,7 +202,6 @@ def test_an_upgrade_keeps_the_replicas_that_an_autoscaler_has_set(helm: Helm, ki
 def test_a_service_that_holds_sessions_and_was_scaled_is_refused_before_anything_changes(helm4: Helm) -> None:
     first = installed(helm4, {}, "agents.enabled=true")
     run = ["run.name=a", "run.model.path=recipe:countdown", "run.rollout.program=agent"]
-
     with pytest.raises(HelmError, match=r"agents\.replicas=3 does not work with run\.rollout\.program=agent"):
         installed(helm4, scaled(first, 3), *run)
 
@@ -300,7 +250,6 @@ def test_every_alert_leads_to_its_runbook(helm4: Helm) -> None:
     """An operator follows the link of an alert: with monitoring.prometheusRule.runbookUrl that is an address."""
     example, url = CHART / "ci" / "kind-cpu-values.yaml", "https://git.example.org/ml/rollmesh/docs/runbooks"
     turned_on = ["monitoring.prometheusRule.enabled=true"]
-
     for start, sets in ((url, [f"monitoring.prometheusRule.runbookUrl={url}/"]), ("docs/runbooks", [])):
         rules = helm4.template(CHART, [example], [*turned_on, *sets]).one("PrometheusRule", "-alerts")
         alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]

@@ -41,13 +41,11 @@ def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: str, tm
     machine = machine_of(helm4, ["run.trainer.train_steps=3"], tmp_path, commands)
     with pods_of(machine, {"generator": 2}) as pods:
         start_all(pods)
-
         for component, pod in services(pods):
             wait_until(pods, lambda pod=pod: pod.passes("startupProbe"), f"{component} to start")
             wait_until(pods, lambda pod=pod: pod.passes("readinessProbe"), f"{component} to be ready")
         (trainer,) = pods["trainer"]
         wait_until(pods, lambda: trainer.exit_status is not None, "the trainer to end with its last step")
-
         assert versions(pods) == [0, 1, 2, 3]
         for component, pod in services(pods):
             assert f"rollmesh_{component}_build_info" in pod.get("admin", "/metrics").text
@@ -78,7 +76,6 @@ def test_a_trainer_pod_that_is_drained_before_the_last_step_has_not_completed_it
         (trainer,) = pods["trainer"]
         wait_until(pods, lambda: trainer.passes("readinessProbe"), "the trainer to be ready")
         wait_until(pods, lambda: 1 in versions(pods), "the first train step")
-
         assert trainer.stop() not in (0, *final_statuses(machine.rendering, "trainer")), trainer.log[-4000:]
 
 
@@ -91,11 +88,9 @@ def test_a_guarded_mesh_with_two_trainer_pods_trains(helm4: Helm, commands: str,
     machine.secrets = {**SECRETS, **issued(machine, tmp_path)}
     with pods_of(machine, {"trainer": 2}) as pods:
         start_all(pods)
-
         for pod in [*pods["trainer"], *(pod for _, pod in services(pods))]:
             wait_until(pods, lambda pod=pod: pod.passes("startupProbe"), f"{pod.name} to start")
         wait_until(pods, lambda: all(p.exit_status is not None for p in pods["trainer"]), "the ranks to end")
-
         assert versions(pods) == [0, 1, 2]
         assert sum('"ranks": 2' in pod.log for pod in pods["trainer"]) == 1, "one of two ranks leads"
         (reward,) = pods["reward"]
@@ -224,7 +219,6 @@ def test_references_are_expanded_as_kubernetes_does() -> None:
 def test_the_password_reaches_redis_whatever_it_is(helm4: Helm, commands: str, tmp_path: Path) -> None:
     machine = machine_of(helm4, [], tmp_path, commands)
     text = yaml.safe_dump(machine.rendering.component("redis"))
-
     assert SECRETS["rollmesh"]["redis-password"].rstrip() not in text
 
 

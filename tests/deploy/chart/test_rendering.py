@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from .rendering import CHART, EXAMPLES, Helm, HelmError, Rendering
+from .object_checks import all_checks
+from .rendering import CHART, EXAMPLES, POD_KINDS, ROOT, Helm, HelmError, Rendering, set_at
 
 VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
+VALUES = sorted((ROOT / "examples" / "kubernetes").glob("*-values.yaml"))
 
 
 def validated(tools: Path, objects: list[dict[str, Any]], versions: list[str] = VERSIONS) -> dict[str, Any]:
@@ -28,7 +30,6 @@ def validated(tools: Path, objects: list[dict[str, Any]], versions: list[str] = 
 
 def test_both_supported_versions_of_helm_are_tested(tools: Path) -> None:
     found = {name: Helm(tools / "bin" / name).version() for name in ("helm3", "helm4")}
-
     assert found["helm3"].startswith("v3.17.") and found["helm4"].startswith("v4.3."), found
 
 
@@ -42,9 +43,7 @@ def test_every_object_is_valid_for_every_supported_kubernetes(
     tools: Path, renderings: list[Rendering], capsys: pytest.CaptureFixture[str]
 ) -> None:
     objects = [thing for rendering in renderings for thing in rendering.objects]
-
     verdict = validated(tools, objects)
-
     assert not verdict["problems"], "\n".join(verdict["problems"])
     with capsys.disabled():
         print(
@@ -77,18 +76,38 @@ def test_the_check_by_schema_notices_a_wrong_field(
     tools: Path, renderings: list[Rendering], kind: str, path: str, value: Any
 ) -> None:
     thing = json.loads(json.dumps(next(o for rendering in renderings for o in rendering.of_kind(kind))))
-    node = thing
-    *parents, last = path.split(".")
-    for key in parents:
-        node = node[int(key)] if key.isdigit() else node[key]
-    node[last] = value
-
+    set_at(thing, path, value)
     assert validated(tools, [thing], ["1.34"])["problems"]
 
 
 def test_only_kubernetes_1_29_and_newer_is_accepted(helm: Helm) -> None:
     example = EXAMPLES[0]
     helm.template(CHART, [example], (), "--kube-version", "1.29.0")
-
     with pytest.raises(HelmError, match="1.29.0"):
         helm.template(CHART, [example], (), "--kube-version", "1.28.9")
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_the_values_of_an_example_render_valid_objects(helm: Helm, tools: Path, values: Path) -> None:
+    rendering = helm.template(CHART, [values])
+    assert "0 chart(s) failed" in helm.lint(CHART, [values])
+    for check in all_checks():
+        assert not list(check(rendering)), check.__name__
+    assert not validated(tools, rendering.objects, [VERSIONS[0], VERSIONS[-1]])["problems"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [ROOT / "examples" / "kubernetes" / "countdown-cpu-values.yaml", CHART / "ci" / "kind-cpu-values.yaml"],
+    ids=lambda path: path.stem,
+)
+def test_a_node_of_two_cpus_has_room_for_the_values_of_a_small_cluster_and_its_own_services(
+    helm4: Helm, values: Path
+) -> None:
+    asked = 0.0
+    for workload in helm4.template(CHART, [values]).of_kind(*POD_KINDS):
+        spec = workload["spec"]
+        for container in spec["template"]["spec"]["containers"]:
+            milli = container["resources"]["requests"]["cpu"].removesuffix("m")
+            asked += spec.get("replicas", spec.get("completions")) * int(milli) / 1000
+    assert 0.5 < asked <= 1.0, "of 2, where the services of a kind node ask for 0.95"

@@ -17,7 +17,6 @@ ENTRIES = {"redis-password", "checkpoint-secret", "gateway-token", "mesh-token",
 
 def test_one_command_on_an_empty_namespace_makes_every_secret_that_the_pods_need(helm: Helm) -> None:
     rendering = installed(helm, {}, "security.token.enabled=true")
-
     secret = rendering.one("Secret")
     words = {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
     assert secret["metadata"]["name"] == NAME and set(words) == ENTRIES
@@ -31,9 +30,7 @@ def test_one_command_on_an_empty_namespace_makes_every_secret_that_the_pods_need
 def test_an_upgrade_and_an_install_after_an_uninstall_keep_the_secrets_and_add_missing_ones(helm: Helm) -> None:
     first = installed(helm, {}).one("Secret")
     old = {key: value for key, value in first["data"].items() if key != "mesh-token"}
-
     again = installed(helm, {PATH: owned({**first, "data": old})}).one("Secret")
-
     assert {key: again["data"][key] for key in old} == old
     assert set(again["data"]) == ENTRIES and again["data"]["mesh-token"] != first["data"]["mesh-token"]
     assert installed(helm, {PATH: owned(first)}).one("Secret")["data"] == first["data"]
@@ -41,7 +38,6 @@ def test_an_upgrade_and_an_install_after_an_uninstall_keep_the_secrets_and_add_m
 
 def test_an_existing_secret_is_used_instead(helm4: Helm) -> None:
     rendering = helm4.template(CHART, (), ["secrets.existingSecret=ours"])
-
     assert not rendering.of_kind("Secret")
     references = [
         entry["valueFrom"]["secretKeyRef"]["name"]

@@ -72,7 +72,6 @@ def test_a_sidecar_gets_the_flags_and_variables_of_a_server_that_we_start(
     server = server_of(rendering)
     wanted = flags_of(options.command(Path("/models/m"), 0, 1))
     found = flags_of(server["args"])
-
     missing = {flag: value for flag, value in wanted.items() if flag not in BY_PLACE and found.get(flag) != value}
     assert not missing, f"the sidecar has { ({flag: found.get(flag) for flag in missing}) }"
     assert found.get("--max-total-tokens") == (
@@ -94,7 +93,6 @@ def test_a_generator_asks_its_sidecar_with_the_key_that_the_sidecar_has(helm: He
     rendering = helm.template(CHART, [ONE_NODE], ["generator.sglang.sidecar.port=30123"])
     config = config_of(rendering, tmp_path)
     server = server_of(rendering)
-
     assert config.generator.sglang.url == f"http://127.0.0.1:{flags_of(server['args'])['--port']}"
     (generator,) = rendering.component("generator")["spec"]["containers"]
     (key,) = [e["valueFrom"] for e in generator["env"] if e["name"] == "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"]
@@ -106,7 +104,6 @@ def test_every_rank_of_a_server_over_several_nodes_gets_the_same_flags(helm: Hel
     (workers,) = rendering.of_kind("LeaderWorkerSet")
     (worker,) = workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     leader = server_of(rendering)
-
     assert worker["args"] == leader["args"] and worker["env"] == leader["env"]
     flags = flags_of(worker["args"])
     assert flags["--node-rank"] == "$(LWS_WORKER_INDEX)" and flags["--nnodes"] == "$(LWS_GROUP_SIZE)"
@@ -155,10 +152,8 @@ def test_a_sidecar_gets_the_adapter_flags_of_a_server_that_we_start(
     # A template cannot read the layers of a model.
     target = settings.config.target
     targets = ["all"] if target == "all_linear" else sorted(set(target))
-
     wanted = lora_flags(settings, targets, config.generator.slots)
     found = lora_words(server_of(rendering))
-
     assert found[: len(wanted)] == wanted
     assert found[len(wanted) :] == flags_after(examples), "flags of the values come last, so they win"
     info = {
@@ -184,7 +179,6 @@ def test_every_rank_gets_the_adapter_flags_and_no_run_of_full_weights_does(helm:
     (worker,) = workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     assert lora_words(worker) == lora_words(server_of(rendering))
     assert flags_of(worker["args"])["--max-lora-rank"] == "8"
-
     for example in (ONE_NODE, SEVERAL_NODES):
         assert not [a for a in server_of(helm.template(CHART, [example]))["args"] if "lora" in a]
 

@@ -80,12 +80,10 @@ def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
     shutil.copytree(resolve_model("recipe:countdown"), machine.folder / "claims" / "models" / "countdown")
     with pods_of(machine, {}) as pods:
         start_all(pods)
-
         (generator,) = pods["generator"]
         wait_until(pods, lambda: generator.passes("readinessProbe"), "the generator to be ready")
         (trainer,) = pods["trainer"]
         wait_until(pods, lambda: trainer.exit_status is not None, "the trainer to end with its last step")
-
         assert versions(pods) == [0, 1, 2]
         wait_until(pods, lambda: generator.sidecar_passes("sglang", "livenessProbe"), "the sidecar to be alive")
         # Every token is scored again with the checkpoint that it names.

@@ -29,7 +29,6 @@ GPU = r"resources.limits.nvidia\.com/gpu"
 def test_what_is_generated_from_the_values_is_up_to_date() -> None:
     """The comment of every value begins with its name: the generator refuses anything else."""
     done = subprocess.run([sys.executable, ROOT / "helm" / "generate.py", "--check"], capture_output=True, text=True)
-
     assert done.returncode == 0, f"run: python helm/generate.py\n{done.stdout}{done.stderr}"
 
 
@@ -102,7 +101,6 @@ def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint
 def test_a_size_in_bytes_is_taken_where_it_is_one(helm: Helm) -> None:
     sets = ["checkpoints.size=500Gi", "redis.maxmemory=268435456b", "reward.resources.limits.memory=1073741824"]
     rendering = helm.template(CHART, [KIND], sets)
-
     assert rendering.one("PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "500Gi"
 
 
@@ -115,7 +113,6 @@ def test_values_for_schedulers_registries_and_injectors_reach_the_trainer_alone(
         "imagePullSecrets[0].name=registry",
     ]
     rendering = helm.template(CHART, [KIND], sets)
-
     job = rendering.one("Job")
     assert job["metadata"]["labels"].items() >= queue.items()
     assert not job["spec"]["template"]["metadata"]["labels"].items() >= queue.items(), "the Job is queued, no pod"
@@ -132,7 +129,6 @@ def test_no_monitoring_peer_at_all_is_refused_because_a_policy_would_then_admit_
 ) -> None:
     file = tmp_path / "values.yaml"
     file.write_text("networkPolicy: {monitoringFrom: []}")
-
     with pytest.raises(HelmError, match="monitoringFrom"):
         helm.template(CHART, [KIND, file])
 
@@ -150,7 +146,6 @@ def secret_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> None:
     found = list(secret_fields(RunConfig))
     assert {"store.password", "checkpoints.secret", "generator.sglang.admin_key", "gateway.token"} <= set(found)
-
     for path in found:
         with pytest.raises(HelmError, match=r"don.t meet the specifications"):
             helm4.template(CHART, [KIND], [f"run.{path}={'a' * 40}"])
@@ -216,7 +211,6 @@ def test_a_flag_of_two_words_asks_for_gpus_as_one_of_one_word_does(helm: Helm, t
     file = tmp_path / "values.yaml"
     file.write_text('generator: {sglang: {sidecar: {args: [--tp, "4"]}}}')
     values = [*SGLANG, "model.existingClaim=m"]
-
     with pytest.raises(HelmError, match="--tp 4 with 1 GPUs"):
         helm.template(CHART, [KIND, file], [*values, SIDECAR_GPU])
     helm.template(CHART, [KIND, file], [*values, SIDECAR_GPU.replace("=1", "=4")])
@@ -226,7 +220,6 @@ def test_one_process_at_a_time_may_hold_sessions_and_several_may_answer_other_ca
     needed = ["run.rollout.program=agent", "agents.enabled=false"]  # deployed all the same
     agents = helm.template(CHART, [KIND], needed).one("Deployment", "-agents")["spec"]
     others = helm.template(CHART, [KIND], ["agents.replicas=2"]).one("Deployment", "-agents")["spec"]
-
     assert (agents["replicas"], agents["strategy"]["type"]) == (1, "Recreate")
     assert others["replicas"] == 2
     assert "strategy" not in others
@@ -241,7 +234,6 @@ def test_run_file_and_environment_of_every_container_make_a_run(
     file.write_text(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
     ours = ("rollout", "generator", "reward", "trainer", "gateway", "agents", "validate")
     seen = 0
-
     for name, _, container in rendering.containers():
         if container["name"] in ours:
             # What comes by reference is known to the cluster alone; a word stands for it.
@@ -250,7 +242,6 @@ def test_run_file_and_environment_of_every_container_make_a_run(
             assert config.network.shared_folder is False and config.network.admin_port == 7071, name
             assert config.folder.startswith("/var/lib/rollmesh/"), name
             seen += 1
-
     count = 6 if yaml.safe_load(example.read_text()).get("agents") else 5
     assert seen == 2 * count, "every service and its init container"
 
@@ -260,25 +251,20 @@ def test_a_run_in_the_values_is_the_whole_run_file(helm: Helm, tmp_path: Path) -
     run = {"name": "mine", "model": {"path": "recipe:countdown"}, "schedule": {"preset": "roll"}}
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump({"run": run}))
-
     written = yaml.safe_load(helm.template(CHART, [file]).one("ConfigMap", "-run")["data"]["run.yaml"])
-
     assert written == {**run, "folder": "/var/lib/rollmesh/run"}
 
 
 def test_fields_of_the_launcher_that_services_read_reach_the_run_file(helm: Helm) -> None:
     fields = {"torch_threads": 4, "start_timeout_seconds": 900}
     sets = [f"run.launcher.{name}={value}" for name, value in fields.items()]
-
     written = yaml.safe_load(helm.template(CHART, [KIND], sets).one("ConfigMap", "-run")["data"]["run.yaml"])
-
     assert written["launcher"] == fields
 
 
 def test_no_run_in_the_values_is_the_demo(helm: Helm) -> None:
     written = yaml.safe_load(helm.template(CHART).one("ConfigMap", "-run")["data"]["run.yaml"])
     demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
-
     assert written["name"] == demo["name"]
     for section, fields in written.items():
         if isinstance(fields, dict):
@@ -290,7 +276,6 @@ def test_no_run_in_the_values_is_the_demo(helm: Helm) -> None:
 def test_a_part_of_a_run_file_is_refused_with_what_it_lacks(helm: Helm, missing: str) -> None:
     sets = {"name": "run.name=mine", "model": "run.model.path=recipe:countdown"}
     others = [item for field, item in sets.items() if field != missing]
-
     with pytest.raises(HelmError, match=rf"run\.{missing} is missing: .*countdown-cpu-values"):
         helm.template(CHART, (), ["run.trainer.train_steps=10", *others])
 
@@ -299,9 +284,7 @@ def test_large_and_small_numbers_reach_the_run_file_as_they_are(helm: Helm, tmp_
     sets = ["run.generator.kv_token_capacity=12884901888", "run.trainer.learning_rate=0.0000004", "run.seed=20000000"]
     file = tmp_path / "run.yaml"
     file.write_text(helm.template(CHART, [KIND], sets).one("ConfigMap", "-run")["data"]["run.yaml"])
-
     config = load_run_config(file, environ={})
-
     assert config.generator.kv_token_capacity == 12_884_901_888
     assert config.trainer.learning_rate == 4e-7
     assert config.seed == 20_000_000
@@ -312,7 +295,6 @@ def test_a_changed_run_file_makes_new_pods_and_another_trainer_job(helm4: Helm) 
         helm4.template(CHART, [KIND], sets)
         for sets in ([], ["gateway.service.port=81"], ["run.trainer.train_steps=41"])
     )
-
     assert before.one("Job")["metadata"]["name"] == same.one("Job")["metadata"]["name"]
     assert before.one("Job")["metadata"]["name"] != after.one("Job")["metadata"]["name"]
     mark = "rollmesh/run-file"
@@ -323,20 +305,17 @@ def test_a_changed_run_file_makes_new_pods_and_another_trainer_job(helm4: Helm) 
 
 def test_names_stay_valid_for_long_releases(helm4: Helm) -> None:
     long = helm4.template(CHART, [KIND], ["fullnameOverride=a-release-with-a-rather-long-name-that-goes-on-and-on"])
-
     assert all(len(thing["metadata"]["name"]) <= 63 for thing in long.objects)
 
 
 def test_services_can_be_left_out(helm4: Helm) -> None:
     parts = ("rollout", "generator", "reward", "trainer", "gateway", "agents", "redis")
     sets = [f"{part}.enabled=false" for part in parts] + ["redis.externalUrl=redis://elsewhere:6379"]
-
     assert not list(helm4.template(CHART, [KIND], sets).pods())
 
 
 def test_the_notes_name_things_that_exist(helm4: Helm) -> None:
     notes = helm4.notes(CHART, [KIND])  # Helm 3 asks a cluster for this
-
     rendering = helm4.template(CHART, [KIND])
     assert f"service/{rendering.one('Service', '-gateway')['metadata']['name']} 8080:80" in notes
     assert f"http://{rendering.one('Service', '-agents')['metadata']['name']}.{NAMESPACE}:80/v1" in notes

@@ -189,7 +189,6 @@ def test_every_value_has_an_effect(helm4: Helm, tmp_path: Path, capsys: pytest.C
     found = [leaf for leaf in leaves(DEFAULTS) if leaf[0] not in FIXED]
     with ThreadPoolExecutor(os.cpu_count() or 1) as executor:
         idle = [path for (path, _), effect in zip(found, executor.map(matters, found), strict=True) if not effect]
-
     assert not idle, f"values that change nothing: {idle}"
     assert len(found) > 250, "values.yaml was read"
     with capsys.disabled():
@@ -199,7 +198,6 @@ def test_every_value_has_an_effect(helm4: Helm, tmp_path: Path, capsys: pytest.C
 def test_a_value_that_no_pod_reads_leaves_the_server_of_the_queue_alone(helm4: Helm) -> None:
     kind = CHART / "ci" / "kind-cpu-values.yaml"
     now = helm4.template(CHART, [kind]).component("redis")
-
     for item in ("redis.podDisruptionBudget.enabled=true", "redis.externalPassword=false"):
         assert helm4.template(CHART, [kind], [item]).component("redis") == now, f"{item} restarts Redis"
     for item in ("redis.maxmemory=300mb", "redis.extraConfig=hz 20"):

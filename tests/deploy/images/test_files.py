@@ -111,7 +111,6 @@ def test_prometheus_of_the_compose_file_knows_the_run_by_its_name_and_every_serv
     labels = {label["target_label"]: label.get("replacement") for label in job["relabel_configs"]}
     named = {COMPOSE["services"][service]["environment"]["ROLLMESH_NAME"] for service in OURS}
     (found,) = job["dns_sd_configs"]
-
     assert named == {labels["run"]}, "queries and alerts say the name that the page says"
     assert set(found["names"]) == set(OURS) and found["port"] == VALUES["network"]["adminPort"]
     mounted = [volume.split(":")[:2] for volume in COMPOSE["services"]["prometheus"]["volumes"]]

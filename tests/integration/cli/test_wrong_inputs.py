@@ -1,7 +1,4 @@
-"""Forty wrong inputs: each is refused before a folder is made, with field, value and remedy.
-
-Run with ``-s`` to see the table of inputs, seconds and messages.
-"""
+"""Wrong inputs: each is refused before a folder is made, with field, value and remedy; tests/unit/config has more."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ import json
 import shutil
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +122,8 @@ def huge_header(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "unknown section": (sections(shedule={}), "shedule: unknown key; did you mean schedule?"),
-    "unknown field": (sections(trainer={"learnin_rate": 1}), "did you mean learning_rate?"),
-    "text as number": (sections(trainer={"train_steps": "many"}), "trainer.train_steps: Input should be a valid integ"),
-    "negative": (sections(trainer={"train_steps": -1}), "trainer.train_steps: Input should be greater than or equal"),
-    "not finite": (sections(trainer={"learning_rate": float("nan")}), "trainer.learning_rate: Input should be"),
-    "name": (sections(name="My Run"), "name: expected 1 to 63 lower-case letters"),
-    "one member": (sections(schedule={"group_size": 1}), "schedule.group_size=1: grpo compares the members of a group"),
-    "minibatches": (sections(trainer={"minibatches": 7}), "trainer.minibatches=7 does not divide"),
     "pool": (sections(schedule={"pool_size": 4000}), "schedule.pool_size=4000 is above"),
-    "preset": (sections(schedule={"preset": "asynk"}), "schedule.preset: Input should be"),
     "context": (sections(rollout={"max_new_tokens": 9000}), "generator.max_context_tokens=512 is less than"),
-    "top_p": (sections(rollout={"top_p": 0.9}), "training samples from the full vocabulary"),
     "positions": (
         sections(generator={"max_context_tokens": 4096}),
         "is more than the model's max_position_embeddings=",
@@ -210,26 +197,15 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     ),
     "http_judge without options": (verifier("http_judge"), "reward.options: http_judge missing"),
     "unknown generated task": (sections(data={"source": {"type": "reasoning_gym", "task": "nosuch"}}), "nosuch"),
-    "flow mapping without a space": (
-        sections(data={"source": {"type:countdown": None}}),
-        "data.source: has no type; write type: with a space after the colon",
-    ),
     "endless run": (sections(trainer={"train_steps": 10**18}), "trainer.train_steps=1000000000000000000: expected at"),
-    "not a Redis address": (sections(store={"url": "http://127.0.0.1:6379"}), "store.url"),
-    "ftp checkpoints": (sections(checkpoints={"folder": "ftp://host/x"}), "checkpoints.folder"),
     "checkpoints below a file": (
         sections(checkpoints={"folder": "checks.py/checkpoints"}),
         "checkpoints.folder=checks.py/checkpoints: ",
     ),
-    "threads": (sections(launcher={"torch_threads": 100_000}), "launcher.torch_threads: Input should be less than"),
-    "verifier processes": (sections(reward={"workers": 100_000}), "reward.workers: Input should be less than"),
     "ranks": (sections(launcher={"trainer_processes": 5000}), "launcher.trainer_processes=5000: more than"),
     "unknown address": (sections(network={"host": "nowhere.invalid"}), "network.host=nowhere.invalid: "),
     "brackets": (sections(launcher={"host": "[::1]"}), "launcher.host=[::1]: [::1] refuses it"),
     "foreign address": (sections(network={"host": "192.0.2.1"}), "network.host=192.0.2.1: 192.0.2.1 refuses it"),
-    "short token": (sections(gateway={"token": "abc"}), "gateway.token"),
-    "port": (sections(gateway={"port": 99999}), "gateway.port: Input should be less than or equal to 65535"),
-    "unknown tracker": (sections(telemetry={"trackers": ["notebook"]}), "telemetry.trackers"),
     "coroutine": (verifier("checks:waits"), "must be a plain function"),
     "too many replicas": (sections(generator={"replicas": 5000}), "generator.replicas=5000: the run file starts 5002"),
     "verifier option": (
@@ -269,14 +245,6 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def seconds() -> Iterator[dict[str, tuple[float, str]]]:
-    """Print a table of all inputs at the end."""
-    rows: dict[str, tuple[float, str]] = {}
-    yield rows
-    print("\n" + "\n".join(f"{took:5.2f} s  {name:24} {message}" for name, (took, message) in rows.items()))
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -311,32 +279,11 @@ def refused(folder: Path, changed: dict[str, Any], *options: str) -> str:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_input_is_refused_with_its_field_before_anything_is_written(
-    folder: Path, seconds: dict[str, tuple[float, str]], name: str
-) -> None:
+def test_a_wrong_input_is_refused_with_its_field_before_anything_is_written(folder: Path, name: str) -> None:
     write, expected = WRONG[name]
-    changed = write(folder)
-    start = time.monotonic()
-    message = refused(folder, changed)
-    seconds[name] = (time.monotonic() - start, message.splitlines()[-1][:150])
+    message = refused(folder, write(folder))
     assert expected in message, message
     assert "Traceback" not in message
-
-
-def test_a_key_that_is_set_twice_is_refused_with_both_lines(folder: Path) -> None:
-    (folder / "run.yaml").write_text("name: a\ntrainer: {}\nseed: 1\ntrainer: {}\n")
-    done = CliRunner().invoke(app, ["up", "run.yaml"])
-    assert done.exit_code == 2
-    assert "trainer is set more than once, in lines 2 and 4; keep one of them" in done.stderr
-
-
-def test_a_wrong_value_from_the_environment_or_an_option_names_its_place(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "set by --set trainer.train_steps" in refused(folder, {}, "--set", "trainer.train_steps=few")
-    monkeypatch.setenv("ROLLMESH_FOO", "1")
-    assert "foo: unknown key" in (message := refused(folder, {}))
-    assert "set by the environment variable ROLLMESH_FOO" in message
 
 
 def test_the_trial_of_the_inputs_uses_the_value_of_an_option_and_not_the_variable_that_it_overrides(
@@ -397,11 +344,3 @@ def test_a_validation_says_what_only_another_machine_could_start(folder: Path) -
     done = CliRunner().invoke(app, ["config", "validate", "run.yaml"])
     assert done.exit_code == 0, done.output
     assert "hint: on this machine rollmesh up refuses generator.replicas=5000: the run file starts 5002" in done.output
-
-
-def test_words_that_the_model_does_not_know_are_a_hint(folder: Path) -> None:
-    rows = "".join(json.dumps({**ROW, "prompt": f"which is larger , {n} ok"}) + "\n" for n in range(3, 9))
-    write_run(folder, table(rows)(folder))
-    done = CliRunner().invoke(app, ["config", "validate", "run.yaml"])
-    assert done.exit_code == 0, done.output
-    assert "hint: data.source: 4 of 6 tokens of" in " ".join(done.output.split())

@@ -13,7 +13,7 @@ import pytest
 from rollmesh.config import RunConfig, write_run_config
 from rollmesh.config.services import TelemetryConfig
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.inline_services import InlineServices, Serve, ServiceLogs
+from rollmesh.launcher.inline_services import Serve, ServiceLogs, inline_start
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
 from rollmesh.preflight.run_checks import check_inline
 from rollmesh.runtime.lifecycle import Shutdown
@@ -31,7 +31,7 @@ def launcher_log() -> io.StringIO:
 
 def supervise(folder: Path, serve: Serve, grace_seconds: float = 30.0) -> Supervisor:
     write_run_config(config(folder), folder / "config.yaml")
-    supervisor = Supervisor(0, start=InlineServices(folder / "config.yaml", {"rollout": serve}).start)
+    supervisor = Supervisor(0, start=inline_start(folder / "config.yaml", {"rollout": serve}))
     supervisor.start(
         ServiceSpec(
             service="rollout",

@@ -19,6 +19,8 @@ from rollmesh.errors import ConfigError
 from rollmesh.generator.engines import ENGINES
 from rollmesh.tasks.sources.source_protocol import SOURCES
 
+from ...kit.run_files import run_config
+
 MINIMAL = {"name": "trial", "folder": "runs/trial", "model": {"path": "models/tiny"}}
 
 
@@ -40,108 +42,112 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
     assert config.trainer.learning_rate == 2e-3
 
 
-@pytest.mark.parametrize("pool", ["many", 0, 1.5])
-def test_a_pool_is_a_number_or_auto(run_file, pool: object) -> None:
-    message = f"schedule.pool_size: expected a whole number of trajectories from 1 on, auto or null (got {pool!r})"
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_run_config(run_file(schedule={"pool_size": pool}))
-    assert load_run_config(run_file(schedule={"pool_size": "auto"})).schedule.pool_size == "auto"
-
-
 @pytest.mark.parametrize(
-    ("sections", "names"),
+    ("fields", "problem"),
     [
-        ({"shedule": {}}, ["shedule: unknown key; did you mean schedule?"]),
-        ({"trainer": {"algorithm": {"clip_hi": 1}}}, ["trainer.algorithm.clip_hi: unknown key", "clip_high", "got 1"]),
-        ({"store": {"zzz": 1}}, ["store.zzz: unknown key; known here: appendfsync, "]),
-        ({"trainer": {"train_steps": "many"}}, ["trainer.train_steps", "'many'"]),
-        ({"schedule": {"group_size": 1}}, ["schedule.group_size=1", "at least 2"]),
-        ({"rollout": {"top_p": 0.9}}, ["rollout.top_p: unknown key", "evaluation.top_p", "got 0.9"]),
-        ({"model": {"trust_remote_code": True}}, ["model.trust_remote_code: unknown key", "only model code of trans"]),
+        ("schedule.pool_size=many", r"pool_size: expected a whole number .* from 1 on, auto or null \(got 'many'\)"),
+        ("schedule.pool_size=0", r"schedule.pool_size: expected a whole number .*\(got 0\)"),
+        ("schedule.pool_size=1.5", r"schedule.pool_size: expected a whole number .*\(got 1.5\)"),
+        ("shedule={}", r"shedule: unknown key; did you mean schedule\?"),
+        ("trainer.algorithm.clip_hi=1", r"trainer.algorithm.clip_hi: unknown key.*clip_high.*got 1"),
+        ("store.zzz=1", "store.zzz: unknown key; known here: appendfsync, "),
+        ("trainer.train_steps=many", "trainer.train_steps: .*'many'"),
+        ("trainer.train_steps=-1", "trainer.train_steps: .* greater than or equal"),
+        ("schedule.group_size=1", "schedule.group_size=1: .* at least 2"),
+        ("schedule.preset=asynk", "schedule.preset: Input should be 'sync', .*'copris'"),
+        ("rollout.top_p=0.9", "rollout.top_p: unknown key; .*full vocabulary.*evaluation.top_p.*got 0.9"),
+        ("model.trust_remote_code=true", "model.trust_remote_code: unknown key; only model code of transformers"),
+        *(
+            (
+                f'data.source={{"type":"reasoning_gym","task":"chain_sum","options":{{"{name}":7}}}}',
+                rf"data.source.reasoning_gym.options: {name}=7 cannot be an option: .*set {remedy}",
+            )
+            for name, remedy in (("seed", r"the seed of the run \(seed\)"), ("size", "data.source.size"))
+        ),
+        ("rollout.temperature=0", "rollout.temperature: .*greater than or equal to 0.001"),
         (
-            {"data": {"source": {"type": "reasoning_gym", "task": "chain_sum", "options": {"seed": 7}}}},
-            ["data.source.reasoning_gym.options: seed=7 cannot be an option", "set the seed of the run (seed)"],
+            "schedule.preset=copris_paper trainer.algorithm.old_logprobs=stage_end checkpoints.state_every_steps=2",
+            "checkpoints.state_every_steps=2: set 1 with .*old_logprobs=stage_end",
+        ),
+        ("trainer.algorithm.loss=gsp0", "trainer.algorithm.loss: .*or module:function.*got 'gsp0'"),
+        (
+            "trainer.algorithm.loss=tis",
+            "trainer.algorithm.loss=tis with .*old_logprobs=sampler would .*old_logprobs=recompute",
         ),
         (
-            {"data": {"source": {"type": "reasoning_gym", "task": "chain_sum", "options": {"size": 9}}}},
-            ["data.source.reasoning_gym.options: size=9 cannot be an option", "set data.source.size"],
-        ),
-        ({"rollout": {"temperature": 0}}, ["rollout.temperature", "greater than or equal to 0.001"]),
-        (
-            {
-                "schedule": {"preset": "copris_paper"},
-                "trainer": {"algorithm": {"old_logprobs": "stage_end"}},
-                "checkpoints": {"state_every_steps": 2},
-            },
-            ["checkpoints.state_every_steps=2", "old_logprobs=stage_end", "set 1"],
-        ),
-        ({"trainer": {"algorithm": {"loss": "gsp0"}}}, ["trainer.algorithm.loss", "or module:function", "got 'gsp0'"]),
-        (
-            {"trainer": {"algorithm": {"loss": "tis"}}},
-            ["trainer.algorithm.loss=tis", "trainer.algorithm.old_logprobs=sampler", "old_logprobs=recompute"],
+            "trainer.algorithm.loss=cispo trainer.algorithm.dual_clip=3",
+            "trainer.algorithm.dual_clip=3: .*loss=cispo .*leave dual_clip out, or use loss=ppo_clip",
         ),
         (
-            {"trainer": {"algorithm": {"loss": "cispo", "dual_clip": 3}}},
-            ["trainer.algorithm.dual_clip=3", "trainer.algorithm.loss=cispo", "leave dual_clip out", "loss=ppo_clip"],
+            "trainer.algorithm.old_logprobs=recompute generator.on_new_version=keep_kv",
+            "old_logprobs=recompute cannot .*on_new_version=interrupt",
         ),
         (
-            {"trainer": {"algorithm": {"old_logprobs": "recompute"}}, "generator": {"on_new_version": "keep_kv"}},
-            ["old_logprobs=recompute", "on_new_version=interrupt"],
+            "model.adapter={} generator.on_new_version=drain",
+            r"generator.on_new_version=drain: with model.adapter .*leave it out \(next_slice\)",
         ),
+        ("generator.on_new_version=next_slice", "on_new_version=next_slice: .*set model.adapter"),
         (
-            {"model": {"path": "model", "adapter": {}}, "generator": {"on_new_version": "drain"}},
-            ["generator.on_new_version=drain", "with model.adapter", "leave it out (next_slice)"],
-        ),
-        ({"generator": {"on_new_version": "next_slice"}}, ["on_new_version=next_slice", "set model.adapter"]),
-        (
-            {"model": {"path": "model", "adapter": {"target": ["k_proj"]}}, "generator": {"engine": "sglang"}},
-            ["model.adapter.target=['k_proj']", "needs q_proj and v_proj"],
+            'model.adapter.target=["k_proj"] generator.engine=sglang',
+            r"model.adapter.target=\['k_proj'\]: .*needs q_proj and v_proj",
         ),
         *(
             (
-                {
-                    "model": {"path": "model", "adapter": {}},
-                    "generator": {"engine": "sglang", "sglang": {"arguments": arguments}},
-                },
-                ["generator.sglang.arguments: --dp-size 2", "model.adapter", "generator.replicas"],
+                f"model.adapter={{}} generator.engine=sglang generator.sglang.arguments={arguments}",
+                "generator.sglang.arguments: --dp-size 2: with model.adapter .*generator.replicas",
             )
-            for arguments in (["--dp-size", "2"], ["--tp-size", "2", "--data-parallel-size=2"], ["--dp", "2"])
+            for arguments in ('["--dp-size","2"]', '["--tp-size","2","--data-parallel-size=2"]', '["--dp","2"]')
         ),
         (
-            {
-                "model": {"path": "model", "adapter": {"dropout": 0.1}},
-                "trainer": {"algorithm": {"update_scale": "ess"}},
-            },
-            ["update_scale=ess with model.adapter.dropout=0.1", "set update_scale=none or model.adapter.dropout=0"],
+            "model.adapter.dropout=0.1 trainer.algorithm.update_scale=ess",
+            "update_scale=ess with model.adapter.dropout=0.1: .*set update_scale=none or model.adapter.dropout=0",
         ),
-        ({"generator": {"max_context_tokens": 100}}, ["generator.max_context_tokens=100", "1536"]),
-        ({"trainer": {"minibatches": 3}}, ["trainer.minibatches=3", "groups_per_batch=16"]),
-        ({"name": "Not A Name"}, ["name", "'Not A Name'"]),
+        ("generator.max_context_tokens=100", "generator.max_context_tokens=100 is less than .* = 1536"),
+        ("trainer.minibatches=3", "trainer.minibatches=3 does not divide schedule.groups_per_batch=16"),
+        ("name=Not-A-Name", "name: expected 1 to 63 lower-case letters.*'Not-A-Name'"),
         (
-            {"store": {"heartbeat_seconds": 20, "session_ttl_seconds": 30}},
-            ["store.session_ttl_seconds=30", "heartbeat_seconds=20"],
+            "store.heartbeat_seconds=20 store.session_ttl_seconds=30",
+            "store.session_ttl_seconds=30 .*heartbeat_seconds=20",
         ),
-        ({"reward": {"fixed_value": float("nan")}}, ["reward.fixed_value", "finite number"]),
-        ({"reward": {"fixed_value": -1e160}}, ["reward.fixed_value", "-1000000000"]),
-        ({"trainer": {"learning_rate": float("inf")}}, ["trainer.learning_rate", "finite number"]),
-        ({"schedule": {"group_size": 5000}}, ["schedule.group_size", "1024"]),
-        ({"data": {"source": {"type": "csv"}}}, ["data.source", "csv"]),
+        ("reward.fixed_value=.nan", "reward.fixed_value: .*finite number"),
+        ("reward.fixed_value=-1e160", "reward.fixed_value: .*-1000000000"),
+        ("trainer.learning_rate=.inf", "trainer.learning_rate: .*finite number"),
+        ("schedule.group_size=5000", "schedule.group_size: .*1024"),
+        ('data.source={"type":"csv"}', "data.source: .*csv"),
+        ('data.source={"type:countdown":null}', "data.source: has no type; write type: with a space"),
+        ("trainer.learning_rate=1e300", "trainer.learning_rate: expected at most 3.4e"),
+        ("trainer.algorithm.clip_high=1e308", "trainer.algorithm.clip_high: expected at most 3.4e"),
+        ("trainer.betas=[0.9,1.0]", r"trainer.betas.1: Input should be less than 1 \(got 1.0\)"),
+        ("seed=18446744073709551615", "seed: expected a whole number of at most 64 bits"),
+        ("trainer.warmup_steps=1" + 30 * "0", "trainer.warmup_steps: expected a whole number"),
+        ("security.token=a security.token_file=b", "set only one of them"),
+        (r'security.token="\x20"', "security.token is empty"),
+        ("store.url=redis://host store.tls.ca=ca.crt", "store.tls is for rediss://"),
+        ("store.tls.ca=ca.crt", "store.tls is for rediss://"),
+        ("store.url=rediss://host store.tls.key=k", "store.tls.key must be set together"),
+        ("store.url=rediss://host store.tls.check_hostname=false", "any server is accepted"),
+        ("telemetry.trace_ratio=1.5", "telemetry.trace_ratio"),
+        ("gateway.port=99999", "gateway.port: Input should be less than or equal to 65535"),
+        ("gateway.token=abc", "gateway.token is shorter than 8 characters"),
+        ("telemetry.trackers=[notebook]", "telemetry.trackers.0: Input should be 'tensorboard'"),
+        ("launcher.torch_threads=100000", "launcher.torch_threads: Input should be less than"),
+        ("reward.workers=100000", "reward.workers: Input should be less than"),
+        ("checkpoints.folder=ftp://host/x", "checkpoints.folder=ftp://host/x: expected a folder, or one of"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(run_file, sections, names) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_run_config(run_file(**sections), environ={})
-    for name in names:
-        assert name in str(error.value)
+def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(fields: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run_config(fields)
 
 
-@pytest.mark.parametrize("loss", ["tis", "decoupled_ppo"])
-@pytest.mark.parametrize("source", ["recompute", "snapshot", "current", "stage_end"])
-def test_a_correcting_loss_takes_every_trainer_side_source(run_file, loss: str, source: str) -> None:
-    preset = "copris_paper" if source == "stage_end" else "copris"
-    algorithm = {"loss": loss, "old_logprobs": source}
-    config = load_run_config(run_file(schedule={"preset": preset}, trainer={"algorithm": algorithm}), environ={})
-    assert (config.trainer.algorithm.loss, config.trainer.algorithm.old_logprobs) == (loss, source)
+def test_a_pool_may_be_automatic_and_a_correcting_loss_takes_every_trainer_side_source() -> None:
+    assert run_config("schedule.pool_size=auto").schedule.pool_size == "auto"
+    for loss in ("tis", "decoupled_ppo"):
+        for source in ("recompute", "snapshot", "current", "stage_end"):
+            run_config(
+                f"trainer.algorithm.loss={loss} trainer.algorithm.old_logprobs={source} "
+                f"schedule.preset={'copris_paper' if source == 'stage_end' else 'copris'}"
+            )
 
 
 def test_every_name_of_an_engine_and_a_prompt_source_has_one_entry() -> None:
@@ -150,26 +156,32 @@ def test_every_name_of_an_engine_and_a_prompt_source_has_one_entry() -> None:
     assert {source.model_fields["type"].default for source in sources} == set(SOURCES)
 
 
-def test_partials_on_sglang_are_saved_less_often_unless_the_file_says_how_often(run_file) -> None:
-    def tokens(**sections: object) -> int:
-        return load_run_config(run_file(**sections), [], {}).rollout.partial_save_tokens
-
-    assert tokens() == 64
-    assert tokens(generator={"engine": "sglang"}) == 1024
-    assert tokens(generator={"engine": "sglang"}, rollout={"temperature": 0.7}) == 1024
-    assert tokens(generator={"engine": "sglang"}, rollout={"partial_save_tokens": 32}) == 32
-
-
-def test_a_missing_file_and_broken_yaml_are_clear_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load_run_config(tmp_path / "absent.yaml")
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("name: [")
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        load_run_config(broken)
+def test_partials_on_sglang_are_saved_less_often_unless_the_file_says_how_often() -> None:
+    sglang = "generator.engine=sglang"
+    for fields, tokens in (
+        *(("", 64), (sglang, 1024)),
+        *((f"{sglang} rollout.temperature=0.7", 1024), (f"{sglang} rollout.partial_save_tokens=32", 32)),
+    ):
+        assert run_config(fields).rollout.partial_save_tokens == tokens
 
 
-def test_a_key_that_is_set_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "No such file"),
+        (b"name: [", "not valid YAML"),
+        (b"name: \xff\xfe", "not UTF-8 text"),
+        (b"7", "expected a"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path: Path, content: bytes | None, problem: str) -> None:
+    if content is not None:
+        (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"run.yaml: .*{problem}"):
+        load_run_config(tmp_path / "run.yaml")
+
+
+def test_a_key_that_is_set_twice_is_refused_with_both_lines(run_file, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "name: twice\nmodel: {path: models/tiny}\ntrainer:\n  train_steps: 3\n"
@@ -178,9 +190,6 @@ def test_a_key_that_is_set_twice_is_refused_with_both_lines(tmp_path: Path) -> N
     repeated = r"trainer\.train_steps is set more than once, in lines 4 and 6; name is .* in lines 1 and 7; keep one"
     with pytest.raises(ConfigError, match=repeated):
         load_run_config(file, environ={})
-
-
-def test_a_key_that_is_set_twice_in_an_override_or_under_another_spelling_is_refused(run_file) -> None:
     with pytest.raises(ConfigError, match="True is set more than once, in lines 1 and 1"):
         load_run_config(run_file(), ["telemetry.tracker_options={true: 1, yes: 2}"], {})
 
@@ -196,19 +205,16 @@ def test_merge_keys_and_aliases_still_read(tmp_path: Path) -> None:
     assert options == {"a": {"x": 1, "y": 1}, "b": {"x": 2, "y": 1}, "c": {"x": 1, "y": 1}}
 
 
-def test_a_file_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
-    binary = tmp_path / "model.safetensors"
-    binary.write_bytes(b"name: \xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8 text"):
-        load_run_config(binary)
-
-
 @pytest.mark.parametrize("override", ["trainer.train_steps", "trainer.train_steps=[1", "name.part=x"])
 def test_an_override_or_a_variable_that_cannot_be_read_is_a_clear_error(run_file, override: str) -> None:
     with pytest.raises(ConfigError, match="ROLLMESH_TRAINER__TRAIN_STEPS"):
         load_run_config(run_file(), environ={"ROLLMESH_TRAINER__TRAIN_STEPS": "{"})
     with pytest.raises(ConfigError, match=re.escape(f"--set {override.partition('=')[0]}")):
         load_run_config(run_file(), [override], environ={})
+    with pytest.raises(ConfigError, match="train_steps: .*set by --set trainer.train_steps"):
+        load_run_config(run_file(), ["trainer.train_steps=few"], environ={})
+    with pytest.raises(ConfigError, match="foo: unknown key.*set by the environment variable ROLLMESH_FOO"):
+        load_run_config(run_file(), environ={"ROLLMESH_FOO": "1"})
 
 
 @pytest.mark.parametrize("text", ["2024", "null", "a #2", "a: b", "[a", "\U0001f600", 'a "b" \\c'])
@@ -233,21 +239,6 @@ def test_a_byte_that_is_no_text_in_the_environment_is_refused_with_its_variable(
     value = b"caf\xe9".decode("utf-8", "surrogateescape")
     with pytest.raises(ConfigError, match="ROLLMESH_FOLDER"):
         load_run_config(run_file(), environ={"ROLLMESH_FOLDER": value})
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("trainer.learning_rate=1e300", "trainer.learning_rate: expected at most 3.4e"),
-        ("trainer.algorithm.clip_high=1e308", "trainer.algorithm.clip_high: expected at most 3.4e"),
-        ("trainer.betas=[0.9, 1.0]", r"trainer.betas.1: Input should be less than 1 \(got 1.0\)"),
-        ("seed=18446744073709551615", "seed: expected a whole number of at most 64 bits"),
-        ("trainer.warmup_steps=1" + 30 * "0", "trainer.warmup_steps: expected a whole number"),
-    ],
-)
-def test_a_finite_number_that_no_service_can_compute_with_is_refused(run_file, override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_run_config(run_file(), [override], environ={})
 
 
 @pytest.mark.parametrize(
@@ -308,16 +299,15 @@ def test_a_password_given_by_itself_wins_over_the_one_in_the_url(run_file) -> No
     assert config.store.password.get_secret_value() == "new"
 
 
-def test_a_run_of_outside_agents_is_not_evaluated_by_the_mesh(run_file) -> None:
-    config = load_run_config(run_file(rollout={"program": "agent"}), environ={})
-    assert not config.evaluation.before_and_after
-    assert load_run_config(run_file(), environ={}).evaluation.before_and_after
+def test_a_run_of_outside_agents_is_not_evaluated_by_the_mesh() -> None:
+    assert not run_config("rollout.program=agent").evaluation.before_and_after
+    assert run_config().evaluation.before_and_after
     with pytest.raises(ConfigError, match=r"evaluation.every_versions=2.*RUN@VERSION"):
-        load_run_config(run_file(rollout={"program": "agent"}, evaluation={"every_versions": 2}), environ={})
+        run_config("rollout.program=agent evaluation.every_versions=2")
 
 
-def test_a_top_k_of_minus_one_keeps_all_as_on_other_servers(run_file) -> None:
-    assert load_run_config(run_file(evaluation={"top_k": -1}), environ={}).evaluation.top_k == 0
+def test_a_top_k_of_minus_one_keeps_all_as_on_other_servers() -> None:
+    assert run_config("evaluation.top_k=-1").evaluation.top_k == 0
 
 
 def test_writers_that_share_a_process_number_do_not_meet(run_file, tmp_path: Path) -> None:
@@ -427,23 +417,6 @@ def test_addresses_of_sentinels_have_no_brackets() -> None:
 
 
 FILES = {"certificate": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"security": {"token": "a", "token_file": "b"}}, "set only one of them"),
-        ({"security": {"token": "  "}}, "security.token is empty"),
-        ({"store": {"url": "redis://host", "tls": {"ca": "ca.crt"}}}, "store.tls is for rediss://"),
-        ({"store": {"tls": {"ca": "ca.crt"}}}, "store.tls is for rediss://"),
-        ({"store": {"url": "rediss://host", "tls": {"key": "k"}}}, "store.tls.key must be set together"),
-        ({"store": {"url": "rediss://host", "tls": {"check_hostname": False}}}, "any server is accepted"),
-        ({"telemetry": {"trace_ratio": 1.5}}, "telemetry.trace_ratio"),
-    ],
-)
-def test_combinations_that_cannot_be_meant_are_refused(run_file, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_run_config(run_file(**sections), environ={})
 
 
 SECRET_FIELDS = [".".join(path) for path in SECRETS]
