@@ -261,23 +261,18 @@ def test_the_report_opens_offline_and_is_whole(
     page.close()
 
 
-def test_the_page_of_an_ended_run_takes_no_action(url: str) -> None:
-    for path in ("pause", "unpin", "scale", "policies/0/pin"):
-        answer = httpx.post(f"{_page(url)}api/v1/{path}", timeout=WAIT_SECONDS)
-        assert answer.status_code in (404, 405), path
-
-
-def test_the_configuration_of_an_ended_run_needs_the_token_of_the_link(url: str) -> None:
+def test_an_ended_run_takes_no_action_and_shows_its_configuration_to_the_holder_of_the_link(
+    folder: Path, url: str
+) -> None:
     page, token = url.split("?token=")
+    for path in ("pause", "unpin", "scale", "policies/0/pin"):
+        assert httpx.post(f"{page}api/v1/{path}", timeout=WAIT_SECONDS).status_code in (404, 405), path
     assert ask(f"{page}api/v1/about").json()["token_for_reads"] is False
     assert ask(f"{page}api/v1/config").status_code == 401
     answer = ask(f"{page}api/v1/config", headers={"Authorization": f"Bearer {token}"})
     assert "recipe:countdown" in answer.json()["yaml"]
-
-
-def test_a_report_that_was_not_written_is_not_found(folder: Path, url: str) -> None:
     assert not (folder / REPORT_FILE).exists()
-    assert ask(f"{_page(url)}{REPORT_FILE}").status_code == 404
+    assert ask(f"{page}{REPORT_FILE}").status_code == 404
 
 
 def test_an_ended_run_that_hides_itself_is_shown_to_the_holder_of_its_token(folder: Path, tmp_path: Path) -> None:
@@ -300,18 +295,10 @@ def _page(link: str) -> str:
     return link.partition("?")[0]
 
 
-def test_a_port_that_does_not_exist_is_refused(folder: Path) -> None:
+def test_what_is_no_ended_run_and_a_port_that_does_not_exist_are_refused(folder: Path, tmp_path: Path) -> None:
+    assert "no config.yaml there; is this a run folder?" in _refused(tmp_path)
     found = _refused(folder, "--port", "70000")
-    assert "65535" in found
-    assert "Traceback" not in found
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    found = _refused(tmp_path)
-    assert "no config.yaml there; is this a run folder?" in found
-
-
-def test_a_run_in_progress_is_refused_with_the_address_of_its_page(folder: Path, tmp_path: Path) -> None:
+    assert "65535" in found and "Traceback" not in found
     run = tmp_path / "run"
     (run / "services").mkdir(parents=True)
     (run / "config.yaml").write_text((folder / "config.yaml").read_text())

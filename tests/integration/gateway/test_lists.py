@@ -6,50 +6,38 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from .gateway_scene import RunningGateway, Scene
 
 
-@pytest.fixture
-async def rows(client: httpx.AsyncClient, scene: Scene) -> Any:
-    """Train two steps of two groups with two members each; return the rows of a request."""
+async def test_trained_trajectories_are_listed_by_step_sorted_and_paged(
+    client: httpx.AsyncClient, scene: Scene
+) -> None:
+    """Two steps of two groups with two members each."""
     await scene.admit(4)
     await scene.complete_all()
     await scene.train(1, ["e0-0", "e0-1"])
     await scene.train(2, ["e0-2", "e0-3"])
 
-    async def get(path: str) -> Any:
+    async def rows(path: str) -> Any:
         return (await client.get(f"/api/v1/{path}")).raise_for_status().json()
 
-    return get
-
-
-async def test_the_steps_with_a_batch_file_are_listed_newest_first(rows: Any) -> None:
     assert await rows("batches") == {"train_steps": [2, 1]}
-
-
-async def test_a_batch_is_sorted_by_reward_and_paged(rows: Any) -> None:
     trained = await rows("batches/1")
     assert [row["id"] for row in trained["items"]] == ["e0-0.0", "e0-0.1", "e0-1.0", "e0-1.1"]
     assert trained["total"] == 4
     best = await rows("batches/1?order=reward&descending=true&limit=2")
     assert [(row["id"], row["reward"]) for row in best["items"]] == [("e0-0.1", 1.0), ("e0-1.1", 1.0)]
     worst = await rows("batches/1?order=reward&descending=true&first=2")
-    assert [row["reward"] for row in worst["items"]] == [0.0, 0.0]
-    assert worst["first"] == 2
+    assert ([row["reward"] for row in worst["items"]], worst["first"]) == ([0.0, 0.0], 2)
 
-
-async def test_a_row_has_a_preview_that_the_viewer_agrees_with(rows: Any) -> None:
     row = (await rows("batches/2?limit=1"))["items"][0]
     detail = await rows(f"trajectories/{row['id']}")
     policy = [text for run in detail["runs"] if run["source"] != "prompt" for text in run["texts"]]
-    assert row["preview"] == " ".join("".join(policy).split())
+    assert row["preview"] == " ".join("".join(policy).split()), "the viewer agrees with the preview"
     assert row["tokens"] == detail["response_tokens"]
     assert detail["member_rewards"] == [0.0, 1.0]
 
-
-async def test_a_step_without_a_batch_file_is_not_found(rows: Any, client: httpx.AsyncClient) -> None:
     answer = await client.get("/api/v1/batches/3")
     assert answer.status_code == 404
     assert "step 3 has no batch file" in answer.json()["error"]
@@ -76,8 +64,8 @@ async def _fill(scene: Scene) -> None:
     leased = await scene.store.trajectories.lease(scene.session, 2 * GROUPS - 1)
     for item, value in zip(leased[:6], (0.5, 0.25, 1.0, 0.0, 0.75, 0.125), strict=True):
         await scene.complete(item, value)
-    for _ in range(3):
-        offset = len(scene.tokenizer.encode(LONG)) * _
+    for part in range(3):
+        offset = len(scene.tokenizer.encode(LONG)) * part
         await scene.append(leased[6].trajectory.trajectory_id, offset, scene.segment(LONG))
 
 
@@ -93,9 +81,7 @@ async def _all(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
         cursor = {"cursor": page["next_cursor"]}
 
 
-async def test_the_queue_is_sorted_by_reward_and_unscored_rows_are_last(
-    client: httpx.AsyncClient, scene: Scene
-) -> None:
+async def test_the_queue_is_sorted_by_reward_or_length_and_previewed(client: httpx.AsyncClient, scene: Scene) -> None:
     await _fill(scene)
     rising = await _all(client, order="reward")
     assert [one["reward"] for one in rising] == [0.0, 0.125, 0.25, 0.5, 0.75, 1.0, None, None]
@@ -105,11 +91,6 @@ async def test_the_queue_is_sorted_by_reward_and_unscored_rows_are_last(
     assert len(scored) == 6
     assert {one["id"] for one in rising} == {one["id"] for one in await _all(client)}
 
-
-async def test_the_longest_response_is_found_and_its_preview_has_both_ends(
-    client: httpx.AsyncClient, scene: Scene
-) -> None:
-    await _fill(scene)
     rows = await _all(client, order="tokens", descending=True, preview=True)
     lengths = [one["tokens"] for one in rows]
     assert lengths == sorted(lengths, reverse=True)
@@ -120,9 +101,6 @@ async def test_the_longest_response_is_found_and_its_preview_has_both_ends(
     assert (rows[-1]["tokens"], rows[-1]["preview"]) == (0, "")
     assert {one["preview"] for one in await _all(client)} == {None}
 
-
-async def test_a_cursor_of_another_order_is_not_found(client: httpx.AsyncClient, scene: Scene) -> None:
-    await _fill(scene)
     for query in ({"order": "reward", "cursor": "open:1:0"}, {"order": "queue", "cursor": "sorted:3:0"}):
         answer = await client.get("api/v1/trajectories", params=query)
         assert (answer.status_code, answer.json()["field"]) == (404, "cursor"), query
@@ -130,27 +108,20 @@ async def test_a_cursor_of_another_order_is_not_found(client: httpx.AsyncClient,
     assert beyond.json() == {"items": [], "next_cursor": None}
 
 
-@pytest.fixture
-def logs(scene: Scene) -> Path:
+async def test_a_log_needs_the_token_the_list_does_not_and_no_other_file_is_read(
+    client: httpx.AsyncClient, scene: Scene
+) -> None:
     folder = Path(scene.config.folder) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trainer-0.log").write_text("first\nsecond\nthird\n")
     (folder.parent / "secret-0.log").write_text("hidden\n")
-    return folder
-
-
-async def test_a_log_needs_the_token_and_the_list_does_not(client: httpx.AsyncClient, logs: Path) -> None:
-    token = client.headers.pop("Authorization")
+    for name in ("trainer-1", "..%2fsecret-0", "trainer-0.log", "secret-0"):
+        answer = await client.get(f"api/v1/logs/{name}")
+        assert answer.status_code in (400, 404)
+        assert "hidden" not in answer.text
+    answer = await client.get("api/v1/logs/trainer-0", params={"lines": 2})
+    assert answer.json() == {"name": "trainer-0", "lines": ["second", "third"]}
+    del client.headers["Authorization"]
     listed = (await client.get("api/v1/processes")).json()["processes"]
     assert [(one["name"], one["pid"], one["log_bytes"]) for one in listed] == [("trainer-0", None, 19)]
     assert (await client.get("api/v1/logs/trainer-0")).status_code == 401
-    headers = {"Authorization": token}
-    answer = await client.get("api/v1/logs/trainer-0", params={"lines": 2}, headers=headers)
-    assert answer.json() == {"name": "trainer-0", "lines": ["second", "third"]}
-
-
-@pytest.mark.parametrize("name", ["trainer-1", "..%2fsecret-0", "trainer-0.log", "secret-0"])
-async def test_no_other_file_is_read(client: httpx.AsyncClient, logs: Path, name: str) -> None:
-    answer = await client.get(f"api/v1/logs/{name}")
-    assert answer.status_code in (400, 404)
-    assert "hidden" not in answer.text

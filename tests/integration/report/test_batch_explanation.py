@@ -53,6 +53,7 @@ def test_what_the_environment_wrote_has_no_version_and_no_weight(audited: Any) -
 
 def test_the_table_shows_prompt_versions_and_marks_tokens_with_a_mixed_cache(audited: Any) -> None:
     text = printed(audited.folder, 4, trajectory_id="e0-7.1")
+    assert "note:" not in text, "numbers that are those of the training carry none"
     assert "e0-7.1: reward 1" in text
     assert "cache of another version" in text
     assert "3*" in text
@@ -117,8 +118,3 @@ def test_several_minibatches_are_said_to_have_moved_the_weights_that_are_shown(a
     assert (data["minibatches"], len(data["notes"])) == (2, 1)
     assert "trainer.minibatches=2: every token is shown with the weights at the start of the step" in data["notes"][0]
     assert data["notes"][0] in printed(audited.folder, 2)
-
-
-def test_numbers_that_are_those_of_the_training_carry_no_note(audited: Any) -> None:
-    assert explained_batch(audited.folder, 4).notes == ()
-    assert "note:" not in printed(audited.folder, 4)

@@ -73,6 +73,10 @@ def test_the_newest_policy_is_exported_and_loads_with_its_tokenizer(run: MadeRun
     for fact in ("| Run | audited |", f"| Train step | {STEPS} of {STEPS} |", "`countdown`", "sha256 `"):
         assert fact in card
     assert os.listdir(tmp_path) == ["model"]
+    place, load, copy = trained_model_lines(run.folder)
+    folder = place.removeprefix("trained model: ").partition(" (")[0]
+    assert f'from_pretrained("{folder}")' in load and torch.equal(weights(Path(folder)), weights(out))
+    assert copy.endswith(f"rollmesh export {run.folder} OUT")
 
 
 def test_the_card_names_the_variables_of_the_chat_template(run: MadeRun, tmp_path: Path) -> None:
@@ -83,34 +87,24 @@ def test_the_card_names_the_variables_of_the_chat_template(run: MadeRun, tmp_pat
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     settings["data"]["chat_template_kwargs"] = {"enable_thinking": False}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    done = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "other")])
-    assert done.exit_code == 0, done.output
+    export(MadeRun(folder), tmp_path / "other")
     assert '| `{"enable_thinking": false}` |' in (tmp_path / "other" / "README.md").read_text()
 
 
-def test_an_older_version_is_exported_and_one_that_is_not_there_is_refused(run: MadeRun, tmp_path: Path) -> None:
+def test_an_older_version_is_exported_and_one_that_is_not_there_or_an_existing_folder_is_refused(
+    run: MadeRun, tmp_path: Path
+) -> None:
     export(run, tmp_path / "second", "--version", "2")
     assert not torch.equal(weights(tmp_path / "second"), weights(run.folder / "checkpoints" / "latest"))
     done = CliRunner().invoke(app, ["export", str(run.folder), str(tmp_path / "x"), "--version", "99"])
     assert done.exit_code == 2
     assert "--version 99: not in the checkpoints, which keep the versions 0, 1, 2" in done.stderr
     assert not (tmp_path / "x").exists()
-
-
-def test_an_existing_folder_is_never_overwritten(run: MadeRun, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     done = CliRunner().invoke(app, ["export", str(run.folder), str(tmp_path / "mine")])
     assert done.exit_code == 2
     assert "exists already; name a new folder" in done.stderr
     assert os.listdir(tmp_path / "mine") == []
-
-
-def test_a_finished_run_tells_where_its_model_is_and_how_it_is_loaded(run: MadeRun) -> None:
-    place, load, copy = trained_model_lines(run.folder)
-    folder = place.removeprefix("trained model: ").partition(" (")[0]
-    assert f'from_pretrained("{folder}")' in load
-    assert torch.equal(weights(Path(folder)), weights(run.folder / "checkpoints" / "latest"))
-    assert copy.endswith(f"rollmesh export {run.folder} OUT")
 
 
 def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> None:
@@ -139,8 +133,7 @@ def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> Non
     assert re.fullmatch(r"a version has [\d,]+ bytes of weights, full weights have [\d,]+ \(\d\.\d times\)", size)
     assert place.endswith("in PEFT form above policy version 0")
     assert merge.endswith(f"rollmesh export {folder} OUT")
-    done = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out"), "--version", str(NEWEST + 1)])
-    assert done.exit_code == 0, done.output
+    export(MadeRun(folder), tmp_path / "out", "--version", str(NEWEST + 1))
     assert not {"ANNOUNCED", "manifest.json", "adapter_config.json"} & set(os.listdir(tmp_path / "out"))
     ids = np.arange(1, 20, dtype=np.int32)
     (merged,) = PolicyScorer.from_folder(tmp_path / "out", device="cpu").logprobs([ids])

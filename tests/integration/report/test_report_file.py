@@ -19,24 +19,26 @@ from rollmesh.report.view.recorded_overview import MOST_SAMPLES
 from .made_checkpoints import MadeRun
 from .made_run import answers_of
 
-PLOTTED = {
-    "reward_mean",
-    "outcome_mean",
-    "evaluation",
-    "response_length_mean",
-    "response_length_p90",
-    "truncated_share",
-    "staleness_mean",
-    "staleness_max",
-    "off_policy_token_share",
-    "effective_sample_share",
-    "clipped_share",
-    "entropy",
-    "kl_behavior",
-    "logprob_gap_max",
-    "generated_tokens_per_second",
-    "trained_tokens_per_second",
-}
+PLOTTED = set(
+    [
+        "reward_mean",
+        "outcome_mean",
+        "evaluation",
+        "response_length_mean",
+        "response_length_p90",
+        "truncated_share",
+        "staleness_mean",
+        "staleness_max",
+        "off_policy_token_share",
+        "effective_sample_share",
+        "clipped_share",
+        "entropy",
+        "kl_behavior",
+        "logprob_gap_max",
+        "generated_tokens_per_second",
+        "trained_tokens_per_second",
+    ]
+)
 """Curves that the report has of every run."""
 
 
@@ -45,10 +47,6 @@ def result_of(folder: Path) -> dict[str, Any]:
     assert write_report(folder) == folder / REPORT_FILE
     result: dict[str, Any] = answers_of(folder / REPORT_FILE)["events"]["overview"]["result"]
     return result
-
-
-def curves_of(folder: Path) -> dict[str, Any]:
-    return {one["name"]: one for one in answers_of(folder / REPORT_FILE)["series"]["series"]}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +70,9 @@ def test_the_page_has_all_its_files_inside_and_fetches_nothing(complete: Path) -
 
 
 def test_every_plot_and_every_table_of_a_complete_run_has_data(complete: Path) -> None:
-    curves, result = curves_of(complete), answers_of(complete / REPORT_FILE)["events"]["overview"]["result"]
+    answers = answers_of(complete / REPORT_FILE)
+    curves = {one["name"]: one for one in answers["series"]["series"]}
+    overview, result = answers["events"]["overview"], answers["events"]["overview"]["result"]
     assert {name for name, one in curves.items() if one["x"]} >= PLOTTED
     assert len(result["history"]["time"]) > 1 and result["history"]["running"] and result["history"]["trajectories"]
     assert [table["name"] for table in result["tables"]] == ["evaluations", "versions"]
@@ -81,8 +81,9 @@ def test_every_plot_and_every_table_of_a_complete_run_has_data(complete: Path) -
     text = json.dumps(result)
     for word in ("0.7900", "straggler_timeout", "logs/trainer-0.log", "audit.json: not written"):
         assert word in text, word
-    assert "groups_per_batch" in answers_of(complete / REPORT_FILE)["config"]["yaml"]
-    assert sum(bar["count"] for bar in answers_of(complete / REPORT_FILE)["events"]["overview"]["staleness"]["trained"])
+    assert "groups_per_batch" in answers["config"]["yaml"]
+    assert sum(bar["count"] for bar in overview["staleness"]["trained"])
+    assert overview["staleness"]["bound"] == 4, "that of the preset: the run file leaves it null"
 
 
 def test_trained_trajectories_are_inside_token_by_token(audited: MadeRun) -> None:
@@ -94,9 +95,8 @@ def test_trained_trajectories_are_inside_token_by_token(audited: MadeRun) -> Non
         first = answers[f"batches/{step}"]["items"][0]
         detail = answers[f"trajectories/{first['id']}"]
         assert detail["train_step"] == step
-        assert (
-            sum(len(run["token_ids"]) for run in detail["runs"]) == detail["prompt_tokens"] + detail["response_tokens"]
-        )
+        tokens = sum(len(run["token_ids"]) for run in detail["runs"])
+        assert tokens == detail["prompt_tokens"] + detail["response_tokens"]
 
 
 def test_text_from_the_run_cannot_inject_markup(complete: Path) -> None:
@@ -123,26 +123,18 @@ def test_steps_and_moments_that_report_nothing_but_their_number_make_a_page(tmp_
     assert len(history["time"]) <= 300 and history["running"] == [] and history["trajectories"] == {}
 
 
-def test_a_run_without_metrics_keeps_its_timeline(run_folder: Path) -> None:
-    (run_folder / "metrics.jsonl").unlink()
-    result = result_of(run_folder)
-    assert result["history"]["running"]
-    assert "metrics.jsonl: not written" in result["missing"]
-
-
 def test_a_long_run_stays_a_small_file(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     write_report(make_run(tmp_path / "day", steps=400, seconds=20.0))
     assert (tmp_path / "day" / REPORT_FILE).stat().st_size < 2_000_000
 
 
-def test_the_bound_of_the_preset_is_drawn_even_if_the_run_file_leaves_it_null(complete: Path) -> None:
-    assert answers_of(complete / REPORT_FILE)["events"]["overview"]["staleness"]["bound"] == 4
-
-
-def test_many_and_long_completions_are_thinned_out_and_shortened(run_folder: Path) -> None:
+def test_many_and_long_completions_are_thinned_out_and_shortened_also_without_metrics(run_folder: Path) -> None:
     line = '{"train_step": %d, "prompt": "p", "completion": "' + "x" * 10_000 + '", "reward": 1}\n'
     (run_folder / "samples.jsonl").write_text("".join(line % i for i in range(200)), encoding="utf-8")
-    samples = result_of(run_folder)["samples"]
+    (run_folder / "metrics.jsonl").unlink()
+    result = result_of(run_folder)
+    assert result["history"]["running"] and "metrics.jsonl: not written" in result["missing"]
+    samples = result["samples"]
     assert len(samples) <= MOST_SAMPLES
     assert all("more characters" in sample["completion"] for sample in samples)
     assert samples[-1]["train_step"] == 199

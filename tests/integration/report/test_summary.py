@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,32 @@ import yaml
 from rich.console import Console
 
 from rollmesh.errors import DataError
-from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap, read_audit
+from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap
 from rollmesh.report.console import duration
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.sentences import ending, facts, moment, print_summary, sentences
 from rollmesh.report.summary import summarise
 
-from .made_run import START
+from .made_run import START, write_lines
 
 
 def words_of(folder: Path) -> str:
     return " ".join(s.text for s in sentences(summarise(folder)))
 
 
-def replace_evaluations(folder: Path, *records: dict[str, object]) -> None:
-    text = "".join(json.dumps(r) + "\n" for r in records)
-    (folder / "evaluations.jsonl").write_text(text, encoding="utf-8")
+@contextmanager
+def changed(folder: Path, name: str = "metrics.jsonl") -> Iterator[list[dict[str, Any]]]:
+    """The records of a file, which is written again with what was changed in them."""
+    lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    yield lines
+    write_lines(folder / name, lines)
 
 
-def evaluation(version: int, mean: float, error: float = 0.03) -> dict[str, object]:
+def replace_evaluations(folder: Path, *records: dict[str, Any]) -> None:
+    write_lines(folder / "evaluations.jsonl", list(records))
+
+
+def evaluation(version: int, mean: float, error: float = 0.03) -> dict[str, Any]:
     return {"policy_version": version, "n": 256, "mean": mean, "standard_error": error}
 
 
@@ -57,21 +65,19 @@ def test_the_bubble_of_the_rollout_leaves_out_the_update_during_which_the_schedu
     assert asynchronous.rollout_bubble_ratio == asynchronous.bubble_ratio == 0.25
     config = run_folder / "config.yaml"
     config.write_text(config.read_text().replace("preset: copris", "preset: sync").replace("max_staleness: 4", ""))
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    for step, line in enumerate(lines):
-        # Of ten seconds between two steps, eight wait for the batch: 640 slot seconds, 512 of them of the rollout.
-        line |= {"time": START + 10 * step, "wait_seconds": 8}
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with changed(run_folder) as lines:
+        for step, line in enumerate(lines):
+            # Of ten seconds between two steps, eight wait for the batch: 640 slot seconds, 512 of them of the rollout.
+            line |= {"time": START + 10 * step, "wait_seconds": 8}
     summary = summarise(run_folder)
     assert summary.rollout_bubble_ratio == pytest.approx(1 - 480 / 512)
     assert dict(facts(summary))["idle slot time during rollout"] == "6.2%"
 
 
 def test_every_part_of_a_mixture_has_its_reward_and_its_evaluations(run_folder: Path) -> None:
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    for step, line in enumerate(lines):
-        line["batch"]["reward_by_domain"] = {"math": 0.25 + step / 16} | ({"code": 0.5} if step == 3 else {})
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with changed(run_folder) as lines:
+        for step, line in enumerate(lines):
+            line["batch"]["reward_by_domain"] = {"math": 0.25 + step / 16} | ({"code": 0.5} if step == 3 else {})
     parts = [{"math": {"mean": mean, "standard_error": 0.05, "n": 64}} for mean in (0.3, 0.6)]
     scores = (evaluation(version, 0.5) | {"domains": part} for version, part in zip((0, 12), parts, strict=True))
     replace_evaluations(run_folder, *scores)
@@ -91,12 +97,11 @@ def test_drops_come_from_the_last_step_report_when_there_is_no_timeline(run_fold
 def test_masks_skipped_passes_and_the_factor_on_the_rate_are_summed_over_the_steps(run_folder: Path) -> None:
     plain = summarise(run_folder)
     assert (plain.masked_tokens, plain.skipped_trajectories, plain.mean_rate_factor) == ({}, 0, None)
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["batch"] |= {"masked_tokens": {"icepop": 2, "opsm": 0}, "skipped_trajectories": 3}
-        line["rate_factor"] = 0.5
-    lines[0]["rate_factor"] = 1.0
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with changed(run_folder) as lines:
+        for line in lines:
+            line["batch"] |= {"masked_tokens": {"icepop": 2, "opsm": 0}, "skipped_trajectories": 3}
+            line["rate_factor"] = 0.5
+        lines[0]["rate_factor"] = 1.0
     summary = summarise(run_folder)
     assert summary.masked_tokens == {"icepop": 24} and summary.skipped_trajectories == 36
     assert summary.mean_rate_factor == pytest.approx((1 + 11 * 0.5) / 12)
@@ -107,16 +112,13 @@ def test_masks_skipped_passes_and_the_factor_on_the_rate_are_summed_over_the_ste
 def test_a_run_that_learned_nothing_is_told_why(run_folder: Path) -> None:
     plain = summarise(run_folder)
     assert (plain.skipped_updates, plain.steps_of_equal_rewards, plain.unserved_after) == (0, 0, None)
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["batch"]["reward_std"] = 0.0
-    lines[1]["skipped_updates"] = lines[2]["skipped_updates"] = 1
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    samples = [json.loads(line) for line in (run_folder / "timeline.jsonl").read_text().splitlines()]
-    for sample in samples:
-        for generator in sample["generators"]:
+    with changed(run_folder) as lines:
+        for line in lines:
+            line["batch"]["reward_std"] = 0.0
+        lines[1]["skipped_updates"] = lines[2]["skipped_updates"] = 1
+    with changed(run_folder, "timeline.jsonl") as samples:
+        for generator in (generator for sample in samples for generator in sample["generators"]):
             generator["policy_version"] = 0
-    (run_folder / "timeline.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     bad = [sentence.text for sentence in sentences(summarise(run_folder)) if sentence.bad]
     assert any("No policy version after 0 was served" in text for text in bad), bad
     assert any("2 updates skipped, because the gradient was not finite" in text for text in bad), bad
@@ -127,15 +129,14 @@ def test_domains_rounds_rollouts_and_replay_are_told_of(run_folder: Path) -> Non
     """Domains and rounds are those of the last step report."""
     plain = summarise(run_folder)
     assert (plain.domains, plain.replayed_share, plain.rollouts_per_group) == ({}, None, {8: 16 * 12})
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["batch"]["rollouts_per_group"]["histogram"] = {"8": 3, "32": 1}
-        line["replayed_share"] = 0.5
-    lines[-1]["mesh"] |= {
-        "rounds_per_group": 1.25,
-        "domains": {"algebra": {"drawn": 30, "completed": 200, "solved": 50, "tokens": 9000}},
-    }
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with changed(run_folder) as lines:
+        for line in lines:
+            line["batch"]["rollouts_per_group"]["histogram"] = {"8": 3, "32": 1}
+            line["replayed_share"] = 0.5
+        lines[-1]["mesh"] |= {
+            "rounds_per_group": 1.25,
+            "domains": {"algebra": {"drawn": 30, "completed": 200, "solved": 50, "tokens": 9000}},
+        }
     told = dict(facts(summarise(run_folder)))
     assert told["rounds per group"] == "1.25" and told["trained groups by rollouts"] == "36 of 8, 12 of 32"
     assert told["replayed trajectories"] == "50.0%"
@@ -146,15 +147,14 @@ def test_domains_rounds_rollouts_and_replay_are_told_of(run_folder: Path) -> Non
 def test_groups_that_began_again_surplus_members_and_drops_by_length_are_told_of(run_folder: Path) -> None:
     """The counts are those of the last step report."""
     assert not any(word in words_of(run_folder) for word in ("decile", "began again", "surplus"))
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    lines[-1]["mesh"] |= {
-        "totals": {"groups_set_aside_total": 5, "groups_restarted_total": 0},
-        "trained_share_by_length_decile": [1.0, None, *[1.0] * 7, 0.75],
-        "groups_begun_again_by_reason_and_length_decile": {"set_aside:3": 1, "set_aside:9": 4},
-        "surplus_members_by_length_decile": [0, 3, *[0] * 7, 4],
-        "wasted_tokens": {"surplus": 1234},
-    }
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with changed(run_folder) as lines:
+        lines[-1]["mesh"] |= {
+            "totals": {"groups_set_aside_total": 5, "groups_restarted_total": 0},
+            "trained_share_by_length_decile": [1.0, None, *[1.0] * 7, 0.75],
+            "groups_begun_again_by_reason_and_length_decile": {"set_aside:3": 1, "set_aside:9": 4},
+            "surplus_members_by_length_decile": [0, 3, *[0] * 7, 4],
+            "wasted_tokens": {"surplus": 1234},
+        }
     words = words_of(run_folder)
     shares = f"0%, none ended, {'0%, ' * 7}25%."
     assert f"Share of dropped groups by length decile, the shortest first: {shares}" in words
@@ -182,14 +182,9 @@ def test_a_single_sample_has_no_known_error_and_few_prompts_are_named_with_the_r
     assert "The evaluation split has 1 of evaluation.prompt_count=256 prompts: add rows, raise" in words
 
 
-def test_one_evaluation_gives_no_gain(run_folder: Path) -> None:
-    replace_evaluations(run_folder, evaluation(0, 0.40))
-    assert summarise(run_folder).gain is None
-    assert "No gain can be stated" in words_of(run_folder)
-
-
-def test_an_evaluation_without_a_single_answer_is_no_score_of_zero(run_folder: Path) -> None:
-    replace_evaluations(run_folder, evaluation(0, 0.0) | {"n": 0, "discarded": 256}, evaluation(12, 0.8))
+@pytest.mark.parametrize("of_base", [[], [{"policy_version": 0, "n": 0, "mean": 0.0, "discarded": 256}]])
+def test_one_evaluation_with_answers_gives_no_gain(run_folder: Path, of_base: list[dict[str, Any]]) -> None:
+    replace_evaluations(run_folder, *of_base, evaluation(12, 0.8))
     assert summarise(run_folder).gain is None
     assert "No gain can be stated" in words_of(run_folder)
 
@@ -208,17 +203,14 @@ def test_an_unfinished_run_says_so(tmp_path: Path, make_run: Callable[..., Path]
     assert "not finished: 12 were planned" in words_of(folder)
 
 
-def test_without_an_audit_nothing_is_claimed_about_losses(run_folder: Path) -> None:
-    text = words_of(run_folder)
-    assert "No audit was run" in text
-    assert "lost 0" not in text
-
-
 def test_an_empty_folder_is_summarised_without_claims(tmp_path: Path) -> None:
     summary = summarise(tmp_path)
     assert summary.train_steps == 0 and summary.gain is None and not summary.finished
     assert len(summary.missing) == 6
     assert "No train step" in words_of(tmp_path)
+    assert "No audit was run" in words_of(tmp_path) and "lost 0" not in words_of(tmp_path)
+    with pytest.raises(DataError, match="no such run folder"):
+        summarise(tmp_path / "absent")
 
 
 def test_a_torn_last_line_is_reported_and_the_rest_is_used(run_folder: Path) -> None:
@@ -229,32 +221,27 @@ def test_a_torn_last_line_is_reported_and_the_rest_is_used(run_folder: Path) -> 
     assert "metrics.jsonl: 1 unreadable line(s) skipped" in summary.missing
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such run folder"):
-        summarise(tmp_path / "absent")
-
-
-def change_config(folder: Path, source: dict[str, str], verifier: str) -> None:
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+@pytest.mark.parametrize(
+    ("source", "verifier", "name"),
+    [
+        ({"type": "jsonl", "path": "rows.jsonl"}, "composite", "mean reward"),
+        ({"type": "jsonl", "path": "rows.jsonl"}, "exact", "accuracy"),
+        ({"type": "reasoning_gym", "task": "chain_sum"}, "exact", "mean reward"),  # a task has its own verifier
+    ],
+)
+def test_a_score_with_partial_credit_is_not_called_accuracy(
+    run_folder: Path, source: dict[str, str], verifier: str, name: str
+) -> None:
+    config = yaml.safe_load((run_folder / "config.yaml").read_text())
     config["data"]["source"], config["reward"]["verifier"] = source, verifier
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-
-
-def test_a_verifier_with_partial_credit_is_not_called_accuracy(run_folder: Path) -> None:
-    for verifier, name in (("composite", "mean reward"), ("exact", "accuracy")):
-        change_config(run_folder, {"type": "jsonl", "path": "rows.jsonl"}, verifier)
-        assert summarise(run_folder).score_name == name
-
-
-def test_a_generated_task_is_named_by_its_own_verifier(run_folder: Path) -> None:
-    change_config(run_folder, {"type": "reasoning_gym", "task": "chain_sum"}, "exact")
-    assert summarise(run_folder).score_name == "mean reward"
+    (run_folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert summarise(run_folder).score_name == name
 
 
 def test_a_pipe_gets_every_sentence_on_one_line(run_folder: Path) -> None:
     out = io.StringIO()
     print_summary(summarise(run_folder), Console(file=out, width=80))
-    assert max(map(len, out.getvalue().splitlines())) > 100
+    assert max(map(len, out.getvalue().splitlines())) > 100 and "0.790" in out.getvalue()
     assert [line[0] for line in out.getvalue().splitlines() if "accuracy" in line.lower()][-1] == "-"
 
 
@@ -290,12 +277,6 @@ def audit_result(**changes: object) -> AuditResult:
         "green": True,
     }
     return AuditResult(**{**facts, **changes})  # type: ignore[arg-type]
-
-
-def test_an_audit_survives_its_file(tmp_path: Path) -> None:
-    result = audit_result()
-    (tmp_path / "audit.json").write_text(result.to_json(), encoding="utf-8")
-    assert read_audit(tmp_path) == result
 
 
 def test_a_file_that_is_no_audit_is_reported_not_raised(run_folder: Path) -> None:
@@ -344,13 +325,6 @@ def test_an_audit_that_is_not_green_is_marked_bad_with_its_problems(run_folder: 
     bad = [s.text for s in sentences(summarise(run_folder)) if s.bad]
     assert any("NOT green" in text for text in bad)
     assert "2 groups are lost" in bad
-
-
-def test_the_console_summary_names_the_numbers(run_folder: Path) -> None:
-    out = io.StringIO()
-    print_summary(summarise(run_folder), Console(file=out, width=100))
-    assert "accuracy after" in out.getvalue()
-    assert "0.790" in out.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -124,25 +124,21 @@ def test_a_life_begins_with_the_newest_copy_and_ends_with_the_last_generator(run
     )
 
 
-@pytest.mark.parametrize("at_start", [{"at_start": True}, {}])
-def test_a_generator_that_starts_again_or_goes_back_by_a_pin_is_not_late(
-    run: RecordedRun, at_start: dict[str, bool]
+@pytest.mark.parametrize(
+    ("log", "events", "fields"),
+    [
+        ("generator-0.log", [("policy_in_service", 1, 90_000.0)], {}),
+        ("generator-2.log", [("policy_in_service", 2, 90_001.0)], {"at_start": True}),
+        ("trainer-0.log", [("trainer_takes_over", 2, 90_000.0), ("policy_announced", 3, 90_001.0)], {}),
+        ("trainer-0.log", [("policy_announced", 2, 90_000.0)], {}),
+    ],
+    ids=["a pin", "a start", "announced by the next trainer without a copy", "a restored Redis gets it once more"],
+)
+def test_what_follows_later_is_no_part_of_a_life(
+    run: RecordedRun, log: str, events: list[tuple[str, int, float]], fields: dict[str, bool]
 ) -> None:
     before = version_lives(run.logs())
-    write_log(run.path, "generator-0.log", ("policy_in_service", 1, 90_000.0), **at_start)
-    write_log(run.path, "generator-2.log", ("policy_in_service", 2, 90_001.0), at_start=True)
-    assert version_lives(run.logs()) == before
-
-
-def test_a_version_that_the_next_trainer_announces_without_a_copy_is_left_out(run: RecordedRun) -> None:
-    before = version_lives(run.logs())
-    write_log(run.path, "trainer-0.log", ("trainer_takes_over", 2, 90_000.0), ("policy_announced", 3, 90_001.0))
-    assert version_lives(run.logs()) == before
-
-
-def test_a_version_that_a_restored_redis_gets_once_more_was_announced_before(run: RecordedRun) -> None:
-    before = version_lives(run.logs())
-    write_log(run.path, "trainer-0.log", ("policy_announced", 2, 90_000.0))
+    write_log(run.path, log, *events, **fields)
     assert version_lives(run.logs()) == before
 
 

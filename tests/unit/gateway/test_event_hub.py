@@ -53,16 +53,6 @@ async def first_event(hub: EventHub, after: int | None) -> tuple[str, int]:
     return kind, identity
 
 
-async def test_a_client_gets_a_snapshot_and_then_every_tick(hub: EventHub) -> None:
-    stream = hub.follow(None)
-    kind, first, _ = await following(stream)
-    assert kind == "snapshot"
-    for number in (1, 2, 3):
-        hub.publish(tick(float(number)))
-        kind, identity, data = await following(stream)
-        assert (kind, identity, data["timeline"]["time"]) == ("tick", first + number, float(number))
-
-
 async def test_a_client_that_reads_slowly_misses_ticks_and_gets_a_snapshot(hub: EventHub) -> None:
     stream = hub.follow(None)
     _, first, _ = await following(stream)

@@ -79,14 +79,12 @@ def test_the_staleness_of_waiting_groups_is_the_one_in_the_next_batch() -> None:
     assert [(each.staleness, each.count) for each in training.staleness.queue] == [(3, 2)]
 
 
-def test_drops_are_told_by_reason_with_their_tokens() -> None:
-    overview = built(look(counts=counts(drops={"stale": 2, "rolled_back": 0}, dropped_tokens={"stale": 900})))
-    assert [(d.reason, d.groups, d.tokens) for d in overview.drops] == [("stale", 2, 900)]
-
-
-def test_waste_without_a_drop_is_told_by_reason_with_its_tokens() -> None:
+def test_drops_and_waste_without_a_drop_are_told_by_reason_with_their_tokens() -> None:
     totals = {"groups_restarted_total": 3, "surplus_total": 5, "dead_total": 0, "restarts_total": 9}
-    overview = built(look(counts=counts(totals=totals, dropped_tokens={"restarted": 70, "surplus": 40, "stale": 9})))
+    tokens = {"restarted": 70, "surplus": 40, "stale": 9}
+    found = counts(totals=totals, drops={"stale": 2, "rolled_back": 0}, dropped_tokens=tokens)
+    overview = built(look(counts=found))
+    assert [(d.reason, d.groups, d.tokens) for d in overview.drops] == [("stale", 2, 9)]
     assert [(w.reason, w.count, w.tokens) for w in overview.waste] == [("surplus", 5, 40), ("restarted", 3, 70)]
 
 
@@ -98,13 +96,7 @@ def test_domains_with_the_most_groups_come_first_and_not_all_are_listed() -> Non
     overview = built(look(domains=totals))
     assert (len(overview.domains), overview.domain_count) == (64, 70)
     assert [view.domain for view in overview.domains[:3]] == ["d34", "d69", "d33"]
-    assert overview.domains[0].model_dump() == {
-        "domain": "d34",
-        "drawn": 34,
-        "completed": 8,
-        "solved": 3,
-        "tokens": 900,
-    }
+    assert list(overview.domains[0].model_dump().values()) == ["d34", 34, 8, 3, 900]
     assert built(look()).domains == ()
 
 
@@ -112,11 +104,8 @@ def test_generators_that_serve_come_first_and_tell_how_far_they_are_behind() -> 
     records = [generator("a", serving=False, policy_version=-1, reason="loading"), generator("b", policy_version=1)]
     views = built(look(generators=records)).generators
     assert [(g.instance_id, g.versions_behind, g.serving) for g in views] == [("b", 2, True), ("a", 0, False)]
-
-
-def test_a_thousand_generators_are_counted_and_not_all_listed() -> None:
-    overview = built(look(generators=[generator(f"g{i}") for i in range(1000)]))
-    assert (len(overview.generators), overview.generator_count) == (256, 1000)
+    crowd = built(look(generators=[generator(f"g{i}") for i in range(1000)]))
+    assert (len(crowd.generators), crowd.generator_count) == (256, 1000)
 
 
 def test_services_tell_what_runs_and_what_was_asked_for() -> None:

@@ -92,12 +92,8 @@ def test_a_process_that_has_ended_leaves_its_log(folder: Path) -> None:
     assert [name for name in listed if name.startswith("generator")] == ["generator-9", "generator-10"]
     ended = listed["generator-10"]
     assert (ended.pid, ended.memory_bytes, ended.cpu_share, ended.log_bytes) == (None, None, None, 2)
-
-
-def test_without_a_launcher_here_only_logs_are_listed(folder: Path) -> None:
     (folder / LOCK_FILE).write_text("1 another-host")
-    (folder / "logs" / "reward-0.log").write_text("scored\n")
-    assert list(_listed(RunProcesses(folder))) == ["reward-0"]
+    assert list(_listed(RunProcesses(folder))) == ["generator-9", "generator-10"], "without a launcher here, logs only"
 
 
 def test_the_end_of_a_log_is_its_last_lines(folder: Path) -> None:

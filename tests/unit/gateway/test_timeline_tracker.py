@@ -42,15 +42,18 @@ def only(spans: list[RolloutSpan]) -> RolloutSpan:
 def test_a_rollout_is_a_row_of_intervals_by_version() -> None:
     lanes = TimelineTracker(16, 120.0)
     look(lanes, 10.0, mark("a.0"))
-    look(lanes, 11.0, mark("a.0", 64, 3))
-    look(lanes, 12.0, mark("a.0", 128, 3))
-    delta = look(lanes, 13.0, mark("a.0", 192, 5))
-    span = only(delta.changed)
+    assert only(look(lanes, 11.0, mark("a.0", 64, 3, generator="g1")).changed).generator == "g1"
+    assert only(look(lanes, 12.0, mark("a.0", 128, 3, generator="g2")).changed).generator == "g2"
+    span = only(look(lanes, 13.0, mark("a.0", 192, 5)).changed)
     assert (span.start, span.end, span.tokens, span.worker) == (10.0, None, 192, "rollout-0")
     assert [(i.policy_version, i.start, i.end, i.tokens) for i in span.intervals] == [
         (3, 10.0, 12.0, 128),
         (5, 12.0, 13.0, 64),
     ]
+    lost = only(look(lanes, 14.0, mark("a.0", 0)).changed)
+    assert (lost.tokens, lost.intervals) == (0, []), "an environment that was lost begins again"
+    earlier = only(look(lanes, 100.0, mark("b.0", 500, 2, lease_time=40.0)).changed)
+    assert earlier.start == earlier.intervals[0].start == 40.0, "it was leased before the gateway came"
 
 
 def test_an_unchanged_snapshot_sends_nothing() -> None:
@@ -79,20 +82,6 @@ def test_a_rollout_whose_group_is_gone_says_so_and_leaves_after_the_window() -> 
     assert lanes.timeline().rollouts == []
 
 
-def test_a_rollout_that_moves_to_another_generator_says_so() -> None:
-    lanes = TimelineTracker(16, 120.0)
-    assert only(look(lanes, 10.0, mark("a.0")).changed).generator is None
-    assert only(look(lanes, 11.0, mark("a.0", 5, 1, generator="g1")).changed).generator == "g1"
-    assert only(look(lanes, 12.0, mark("a.0", 5, 1, generator="g2")).changed).generator == "g2"
-
-
-def test_an_environment_that_was_lost_begins_again() -> None:
-    lanes = TimelineTracker(16, 120.0)
-    look(lanes, 10.0, mark("a.0", 50, 1))
-    span = only(look(lanes, 11.0, mark("a.0", 0)).changed)
-    assert (span.tokens, span.intervals) == (0, [])
-
-
 def test_a_full_timeline_says_how_many_are_left_out_and_keeps_room_for_those_that_ended() -> None:
     lanes = TimelineTracker(16, 120.0)
     ids = [f"g.{i}" for i in range(100)]
@@ -103,13 +92,6 @@ def test_a_full_timeline_says_how_many_are_left_out_and_keeps_room_for_those_tha
     lanes.update(2.0, {i: mark(i, 3, 0, state="finished") for i in taken}, WORKERS, in_flight=88)
     assert len(lanes.timeline().rollouts) == 12
     assert lanes.room == 12
-
-
-def test_a_rollout_that_was_leased_before_the_gateway_came_starts_at_its_lease() -> None:
-    lanes = TimelineTracker(16, 120.0)
-    span = only(look(lanes, 100.0, mark("a.0", 500, 2, lease_time=40.0)).changed)
-    assert span.start == 40.0
-    assert span.intervals[0].start == 40.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["leased", "finished", "partial", "gone"])), max_size=80))

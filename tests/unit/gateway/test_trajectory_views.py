@@ -66,19 +66,12 @@ def test_pages_of_any_size_together_are_the_trajectory() -> None:
         assert texts == names(ids)
 
 
-def test_a_page_beyond_the_end_is_empty() -> None:
-    assert token_runs(trajectory(segment(0, 3, 1)), 99, 10, names) == ([], None)
-
-
-def test_without_a_tokenizer_there_are_ids_only() -> None:
-    runs, _ = token_runs(trajectory(segment(0, 3, 1)), 0, 10, None)
-    assert [run.texts for run in runs] == [None, None]
-
-
 def test_a_logprob_that_is_no_number_is_null() -> None:
     odd = segment(0, 2, 1, behavior_logprobs=np.array([-math.inf, -0.1234567891], dtype=np.float32))
     runs, _ = token_runs(trajectory(odd), 0, 10, None)
     assert runs[1].logprobs == [None, -0.123457]
+    assert [run.texts for run in runs] == [None, None], "without a tokenizer there are ids only"
+    assert token_runs(trajectory(odd), 99, 10, names) == ([], None)
 
 
 def row(name: str, reward: float | None, tokens: int) -> BatchRow:
@@ -105,8 +98,5 @@ def test_rows_without_a_reward_are_last_in_both_directions(
 ) -> None:
     page = batch_page(1, ROWS, order, descending, 0, 10, None)
     assert [item.id for item in page.items] == names
-
-
-def test_a_page_beyond_the_end_is_empty_and_has_the_total() -> None:
-    page = batch_page(1, ROWS, "batch", False, 50, 50, None)
-    assert (page.items, page.total) == ([], 4)
+    beyond = batch_page(1, ROWS, order, descending, 50, 50, None)
+    assert (beyond.items, beyond.total) == ([], 4)
