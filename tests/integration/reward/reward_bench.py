@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tokenizers
-
 from rollmesh.config.load import validate_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.reward.main import serve
@@ -24,9 +21,10 @@ from rollmesh.reward.worker_pool import WorkerPool
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, Prompt, RewardOutcome, Segment, Trajectory
+from rollmesh.types import Prompt, RewardOutcome, Trajectory
 from rollmesh.wire.reward_messages import score_item_to_pb
 
+from ...kit.answers import answer, byte_tokenizer, written
 from ...kit.waiting import reached
 
 POISONOUS = '''
@@ -151,23 +149,13 @@ def gate() -> Iterator[Gate]:
             made.open()
 
 
-def make_model(folder: Path) -> Path:
-    """A model folder whose tokenizer has one token per byte."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    folder.mkdir(parents=True)
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": len(alphabet)}))
-    return folder
-
-
 def make_config(folder: Path, source: dict[str, Any] | None = None, **reward: Any) -> RunConfig:
-    """A run whose reward section is the point."""
+    """A run whose reward section is the point; its tokenizer has one token per byte."""
     model = folder / "model"
     if not model.is_dir():
-        make_model(model)
+        model.mkdir(parents=True)
+        byte_tokenizer().save(str(model / "tokenizer.json"))
+        (model / "config.json").write_text(json.dumps({"vocab_size": 256}))
     settings = {
         "name": "reward-test",
         "folder": str(folder / "run"),
@@ -186,21 +174,9 @@ class Answers:
 
     def trajectory(self, response: str, metadata: dict[str, Any] | None = None, verifier: str = "") -> Trajectory:
         """A finished trajectory whose policy wrote ``response``."""
-        ids = self._tokenizer.encode(response)
-        segment = Segment(
-            token_ids=ids, behavior_logprobs=np.zeros(len(ids), np.float32), policy_version=0, kv_min_version=0
-        )
-        prompt = Prompt(
-            prompt_id="p", token_ids=self._tokenizer.encode("question"), verifier=verifier, metadata=metadata or {}
-        )
-        return Trajectory(
-            trajectory_id="g.0",
-            group_id="g",
-            member_index=0,
-            prompt=prompt,
-            segments=(segment,),
-            finish_reason=FinishReason.STOP,
-        )
+        asked = self._tokenizer.encode("question")
+        prompt = Prompt(prompt_id="p", token_ids=asked, verifier=verifier, metadata=metadata or {})
+        return answer(prompt, written(self._tokenizer.encode(response)))
 
     def payload(self, response: str, metadata: dict[str, Any] | None = None, verifier: str = "") -> bytes:
         """The same, as a worker gets it."""
@@ -211,14 +187,28 @@ class ScoringBench:
     """A real pool of worker processes and the scoring in front of it."""
 
     def __init__(
-        self, config: RunConfig, pool: WorkerPool, scoring: Scoring, patient: Scoring, metrics: Metrics
+        self,
+        config: RunConfig,
+        pool: WorkerPool,
+        metrics: RewardMetrics,
+        registry: Metrics,
+        failures: list[BaseException],
     ) -> None:
         self.pool = pool
-        self.failures: list[BaseException] = []
-        self._scoring = scoring
-        self._patient = patient
-        self._metrics = metrics
+        self.failures = failures
+        self._registry = registry
         self._answers = Answers(config)
+        self._scoring, self._patient = (
+            Scoring(
+                pool,
+                {},
+                metrics,
+                default_verifier=config.reward.verifier,
+                timeout_seconds=seconds,
+                on_unusable_verifier=self.failures.append,
+            )
+            for seconds in (config.reward.timeout_seconds, WAIT_SECONDS)
+        )
 
     async def score(self, response: str, metadata: dict[str, Any] | None = None, verifier: str = "") -> RewardOutcome:
         """Score one answer, however long that takes on a busy machine."""
@@ -234,30 +224,16 @@ class ScoringBench:
 
     def sample(self, name: str, **labels: str) -> float:
         """A metric's value."""
-        return self._metrics.registry.get_sample_value(name, labels) or 0.0
+        return self._registry.registry.get_sample_value(name, labels) or 0.0
 
 
 @asynccontextmanager
 async def scoring_bench(config: RunConfig) -> AsyncIterator[ScoringBench]:
     """Run a pool for ``config``."""
     registry = Metrics("reward")
-    metrics = RewardMetrics(registry)
-    failures: list[BaseException] = []
+    metrics, failures = RewardMetrics(registry), list[BaseException]()
     async with WorkerPool(worker_spec(config), config.reward.workers, metrics, failures.append) as pool:
-        scoring, patient = (
-            Scoring(
-                pool,
-                {},
-                metrics,
-                default_verifier=config.reward.verifier,
-                timeout_seconds=seconds,
-                on_unusable_verifier=failures.append,
-            )
-            for seconds in (config.reward.timeout_seconds, WAIT_SECONDS)
-        )
-        bench = ScoringBench(config, pool, scoring, patient, registry)
-        bench.failures = failures
-        yield bench
+        yield ScoringBench(config, pool, metrics, registry, failures)
 
 
 @asynccontextmanager
@@ -266,18 +242,13 @@ async def running_service(config: RunConfig, index: int = 0) -> AsyncIterator[En
     shutdown = asyncio.Event()
     task = asyncio.create_task(serve(config, index, shutdown))
     try:
-        yield await endpoint_of(config, index, task)
+        found = await reached(
+            lambda: [e for e in read_endpoints(Path(config.folder), "reward") if e.index == index],
+            "the service",
+            WAIT_SECONDS,
+            check=lambda: task.done() and task.result(),
+        )
+        yield found[0]
     finally:
         shutdown.set()
         await asyncio.wait_for(task, WAIT_SECONDS)
-
-
-async def endpoint_of(config: RunConfig, index: int, task: asyncio.Task[None]) -> Endpoint:
-    """Wait until the service has published its address."""
-    found = await reached(
-        lambda: [e for e in read_endpoints(Path(config.folder), "reward") if e.index == index],
-        "the service",
-        WAIT_SECONDS,
-        check=lambda: task.done() and task.result(),
-    )
-    return found[0]

@@ -1,60 +1,90 @@
-"""Replies of a judge that its client cannot read, through the whole service."""
+"""Judges through the whole service: replies that cannot be read, many calls at once, time-outs, keys."""
 
 from __future__ import annotations
 
-import asyncio
-import json
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-from rollmesh.types import OutcomeKind
+import pytest
+
+from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.reward_client import RewardClient
 
-from .reward_bench import Answers, make_config, running_service
+from ...kit.judge_server import JudgeServer, Reply, judge_server
+from .reward_bench import IN_TIME_SECONDS, WAIT_SECONDS, Answers, make_config, running_service
 
+AT_ONCE = 8
 REPLIES = {
-    "gzip": ("content-encoding: gzip\r\n", b"plain", "DecodingError"),
-    "large": ("", b'{"score": %s}' % (b"1" * 400), "OverflowError"),
-    "deep": ("", b"[" * 200_000, "RecursionError"),
-    "name": ("", rb'{"score": 1, "parts": {"\ud800": 1}}', "half of a surrogate pair"),
+    "gzip": ({"content-encoding": "gzip"}, b"plain", "DecodingError"),
+    "large": ({}, b'{"score": %s}' % (b"1" * 400), "OverflowError"),
+    "deep": ({}, b"[" * 200_000, "RecursionError"),
+    "name": ({}, rb'{"score": 1, "parts": {"\ud800": 1}}', "half of a surrogate pair"),
 }
 
 
-async def judge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    request = (await reader.readuntil(b"\r\n\r\n")).lower()
-    size = int(request.partition(b"content-length: ")[2].split()[0])
-    answer = json.loads(await reader.readexactly(size))["response"]
-    header, body, _ = REPLIES.get(answer, ("", b'{"score": 0.5}', ""))
-    head = f"HTTP/1.1 200 OK\r\nconnection: close\r\n{header}content-length: {len(body)}\r\n\r\n".encode()
-    writer.write(head + body)
-    await writer.drain()
-    writer.close()
+@pytest.fixture
+async def judge() -> AsyncIterator[JudgeServer]:
+    def answer(number: int, body: dict[str, Any]) -> Reply:
+        headers, content, _ = REPLIES.get(body["response"], ({}, b'{"score": 0.5}', ""))
+        return 200, headers, content
+
+    async with judge_server() as server:
+        server.answer = answer
+        yield server
 
 
-async def test_an_odd_reply_of_a_judge_costs_its_answer_alone(tmp_path: Path) -> None:
-    async with await asyncio.start_server(judge, "127.0.0.1", 0) as server:
-        options = {"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "retries": 0}
-        config = make_config(tmp_path, verifier="http_judge", options=options, workers=1)
-        answers = Answers(config)
-        async with running_service(config), RewardClient(config) as client:
-            *odd, plain = await client.score([answers.trajectory(text) for text in [*REPLIES, "plain"]])
+async def test_an_odd_reply_of_a_judge_costs_its_answer_alone(tmp_path: Path, judge: JudgeServer) -> None:
+    options = {"url": judge.url, "retries": 0}
+    config = make_config(tmp_path, verifier="http_judge", options=options, workers=1)
+    answers = Answers(config)
+    async with running_service(config), RewardClient(config) as client:
+        *odd, plain = await client.score([answers.trajectory(text) for text in [*REPLIES, "plain"]])
     assert (plain.kind, plain.value) == (OutcomeKind.SCORED, 0.5)
     for outcome, (_, _, cause) in zip(odd, REPLIES.values(), strict=True):
         assert outcome.kind is OutcomeKind.VERIFIER_ERROR
         assert cause in outcome.message
 
 
-async def test_the_pool_and_a_judge_read_what_follows_the_thought(tmp_path: Path) -> None:
-    async with await asyncio.start_server(judge, "127.0.0.1", 0) as server:
-        options = {"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "retries": 0}
-        source = {"type": "jsonl", "path": "unused", "verifier_field": "by"}
-        reward = {"verifier": "http_judge", "options": options, "workers": 1, "answer_after": "</think>"}
-        config = make_config(tmp_path, source, **reward)
-        answers = Answers(config)
-        async with running_service(config), RewardClient(config) as client:
-            judged, chosen = await client.score(
-                [
-                    answers.trajectory("<think>gzip</think>plain"),
-                    answers.trajectory("<think>Is it C?</think>B", {"answer": "B"}, "choice"),
-                ]
-            )
+async def test_the_pool_and_a_judge_read_what_follows_the_thought(tmp_path: Path, judge: JudgeServer) -> None:
+    source = {"type": "jsonl", "path": "unused", "verifier_field": "by"}
+    options = {"url": judge.url, "retries": 0}
+    config = make_config(tmp_path, source, verifier="http_judge", options=options, workers=1, answer_after="</think>")
+    answers = Answers(config)
+    thoughts = [
+        answers.trajectory("<think>gzip</think>plain"),
+        answers.trajectory("<think>Is it C?</think>B", {"answer": "B"}, "choice"),
+    ]
+    async with running_service(config), RewardClient(config) as client:
+        judged, chosen = await client.score(thoughts)
     assert (judged.kind, judged.value, chosen.value) == (OutcomeKind.SCORED, 0.5, 1.0)
+
+
+async def test_a_judge_is_asked_for_many_answers_at_once(tmp_path: Path, judge: JudgeServer) -> None:
+    judge.answers_together = AT_ONCE
+    judged = {"verifier": "http_judge", "options": {"url": judge.url}, "workers": 1}
+    config = make_config(tmp_path, **judged)
+    answers = Answers(config)
+    async with running_service(config), RewardClient(config) as client:
+        outcomes = await client.score([answers.trajectory(str(n)) for n in range(40)])
+    assert judge.most_at_once >= AT_ONCE, "no call waited for the one before it"
+    assert {(o.kind, o.value) for o in outcomes} == {(OutcomeKind.SCORED, 0.5)}
+    assert {request["prompt"] for request in judge.requests} == {"question"}
+    # A service of its own: the answers above may take their time.
+    judge.answer = lambda number, body: WAIT_SECONDS
+    config = make_config(tmp_path, timeout_seconds=IN_TIME_SECONDS, **judged)
+    async with running_service(config), RewardClient(config) as client:
+        (late,) = await client.score([answers.trajectory("slow")])
+    assert late.kind is OutcomeKind.TIMED_OUT
+
+
+async def test_a_judge_gets_a_key_that_no_verifier_process_may_read(
+    tmp_path: Path, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMESH_GATEWAY__TOKEN", "judge-key")
+    options = {"url": judge.url, "api_key_env": "ROLLMESH_GATEWAY__TOKEN"}
+    config = make_config(tmp_path, verifier="http_judge", options=options, workers=1)
+    async with running_service(config), RewardClient(config) as client:
+        (outcome,) = await client.score([Answers(config).trajectory("an answer")])
+    assert outcome == RewardOutcome(kind=OutcomeKind.SCORED, value=0.5)
+    assert judge.headers[0]["authorization"] == "Bearer judge-key"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.reward.reward_service import UNSCORED_ANSWER_LIMIT
 from rollmesh.types import OutcomeKind
 
+from ...kit.waiting import reached
 from .reward_bench import WAIT_SECONDS, Gate, ScoringBench, gate, make_config, scoring_bench
 
 SCORED, TIMED_OUT, ERROR = OutcomeKind.SCORED, OutcomeKind.TIMED_OUT, OutcomeKind.VERIFIER_ERROR
@@ -129,11 +130,13 @@ async def test_what_the_workers_of_a_killed_template_have_started_ends_too(
         if reaper_dies:
             (reaper,) = set(template.children()) - {worker}
             reaper.kill()
-            await _until(lambda: len(set(template.children()) - {worker, reaper}) == 1, "another orphan reaper")
+            await reached(
+                lambda: len(set(template.children()) - {worker, reaper}) == 1, "another orphan reaper", WAIT_SECONDS
+            )
         poison = asyncio.create_task(bench.score(answer))
-        await _until(lambda: len(_of(uid)) >= 3, "the worker's children")
+        await reached(lambda: len(_of(uid)) >= 3, "the worker's children", WAIT_SECONDS)
         template.kill()
-        await _until(lambda: not _of(uid), "their end")
+        await reached(lambda: not _of(uid), "their end", WAIT_SECONDS)
         poison.cancel()
         await asyncio.gather(poison, return_exceptions=True)
 
@@ -143,22 +146,16 @@ def _of(uid: int) -> set[psutil.Process]:
     return {p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real == uid}
 
 
-async def _until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
-
-
 async def _until_as_many_are_left(expected: int, others: set[psutil.Process]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while len(left := _descendants() - others) != expected:
-        assert time.monotonic() < deadline, left
-        await asyncio.sleep(0.02)
+    """Wait for all below this process, zombies included; the template adopts what its workers orphan."""
+
+    def is_right() -> bool:
+        return len(_descendants() - others) == expected
+
+    await reached(is_right, lambda: str(_descendants() - others), WAIT_SECONDS, pause=0.02)
 
 
 def _descendants() -> set[psutil.Process]:
-    """All below this process, zombies included; the template adopts what its workers orphan."""
     return set(psutil.Process().children(recursive=True))
 
 

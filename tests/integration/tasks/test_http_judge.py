@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,60 +14,18 @@ from rollmesh.errors import VerifierError
 from rollmesh.tasks.verifiers.http_judge import HttpJudgeVerifier
 from rollmesh.tasks.verifiers.verifier_protocol import AsyncVerifier, build_verifier, checked_reward
 
-Reply = tuple[int, dict[str, str], bytes]
-
-
-@dataclass
-class JudgeServer:
-    """A small HTTP/1.1 server: every request is kept, every reply is what ``answer`` says."""
-
-    url: str = ""
-    answer: Callable[[int, dict[str, Any]], Reply | float] = lambda number, body: (200, {}, b'{"score": 1}')
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    answers_together: int = 1
-    """The first answer waits until so many requests are there."""
-    most_at_once: int = 0
-    _at_once: int = 0
-    _together: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                lines = head.decode().split("\r\n")[1:-2]
-                headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
-                body = json.loads(await reader.readexactly(int(headers["content-length"])))
-                self.requests.append(body)
-                self.headers.append(headers)
-                self._at_once += 1
-                self.most_at_once = max(self.most_at_once, self._at_once)
-                if self._at_once >= self.answers_together:
-                    self._together.set()
-                await self._together.wait()
-                reply = self.answer(len(self.requests), body)
-                if isinstance(reply, float):
-                    with suppress(TimeoutError):  # ends early when the caller hangs up
-                        await asyncio.wait_for(reader.read(1), reply)
-                    reply = (200, {}, b'{"score": 1}')
-                self._at_once -= 1
-                status, extra, content = reply
-                lines = [f"HTTP/1.1 {status} X", f"content-length: {len(content)}"]
-                lines += [f"{k}: {v}" for k, v in extra.items()]
-                writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+from ...kit.judge_server import JudgeServer, Reply, judge_server
 
 
 @pytest.fixture
 async def judge() -> AsyncIterator[JudgeServer]:
-    judge = JudgeServer()
-    server = await asyncio.start_server(judge.serve, "127.0.0.1", 0)
-    judge.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/score"
-    async with server:
-        yield judge
+    async with judge_server() as server:
+        yield server
+
+
+def chat_reply(content: str | None, finish_reason: str | None = "stop") -> Reply:
+    choice = {"message": {"content": content}, "finish_reason": finish_reason}
+    return 200, {}, json.dumps({"choices": [choice]}).encode()
 
 
 async def judged(
@@ -91,15 +47,12 @@ async def test_the_judge_sees_the_answer_and_its_score_and_parts_come_back(judge
 
 
 async def test_a_chat_model_is_asked_with_the_template_and_its_last_number_counts(judge: JudgeServer) -> None:
-    content = "I compare 3 and 4.\nScore: 7.5"
-    judge.answer = lambda number, body: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+    judge.answer = lambda number, body: chat_reply("I compare 3 and 4.\nScore: 7.5", None)
     template = "Q: {prompt}\nA: {response}\nTruth: {answer} {unknown}"
     reward = await judged(judge, "{prompt} braces", format="chat", model="m", template=template, scale=0.1)
     assert judge.requests[0]["messages"][0]["content"] == "Q: p\nA: {prompt} braces\nTruth: a {unknown}"
-    assert {name: value for name, value in judge.requests[0].items() if name != "messages"} == {
-        "model": "m",
-        "temperature": 0,
-    }
+    rest = {name: value for name, value in judge.requests[0].items() if name != "messages"}
+    assert rest == {"model": "m", "temperature": 0}
     assert reward.value == pytest.approx(0.75)
 
 
@@ -119,19 +72,14 @@ async def test_a_chat_model_is_asked_with_the_template_and_its_last_number_count
 async def test_the_scale_that_a_chat_model_names_is_not_its_score(
     judge: JudgeServer, content: str, score: float
 ) -> None:
-    judge.answer = lambda number, body: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]}).encode())
-    reward = await judged(judge, format="chat", model="m", template="{response}")
-    assert reward.value == score
+    judge.answer = lambda number, body: chat_reply(content)
+    assert (await judged(judge, format="chat", model="m", template="{response}")).value == score
 
 
 async def test_the_run_file_says_what_a_chat_model_is_sent_and_the_template_takes_every_field(
     judge: JudgeServer,
 ) -> None:
-    judge.answer = lambda number, body: (
-        200,
-        {},
-        b'{"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}]}',
-    )
+    judge.answer = lambda number, body: chat_reply("1")
     options = {"temperature": None, "max_tokens": 64, "chat_template_kwargs": {"enable_thinking": False}}
     metadata = {"prompt": "p", "answer": 2.5e-6, "rubric": ["short", "polite"]}
     await judged(judge, "r", metadata, format="chat", model="m", template="{response}|{answer}|{rubric}", **options)
@@ -167,8 +115,7 @@ async def test_the_run_file_says_what_a_chat_model_is_sent_and_the_template_take
 async def test_a_reply_that_was_cut_off_or_ends_in_a_thought_gives_no_number(
     judge: JudgeServer, content: str | None, finish_reason: str | None, score: float | None
 ) -> None:
-    choice = {"message": {"content": content}, "finish_reason": finish_reason}
-    judge.answer = lambda number, body: (200, {}, json.dumps({"choices": [choice]}).encode())
+    judge.answer = lambda number, body: chat_reply(content, finish_reason)
     if score is not None:
         assert (await judged(judge, format="chat", model="m", template="{response}")).value == score
         return
@@ -183,32 +130,28 @@ async def test_overload_and_server_errors_are_tried_again(judge: JudgeServer) ->
     assert len(judge.requests) == 3
 
 
-async def test_retries_end(judge: JudgeServer) -> None:
-    judge.answer = lambda number, body: (500, {}, b"broken")
-    with pytest.raises(VerifierError, match="status 500: 'broken'"):
+@pytest.mark.parametrize(
+    ("reply", "message", "requests"),
+    [((500, {}, b"broken"), "status 500: 'broken'", 2), ((401, {}, b"no key"), "status 401: 'no key'", 1)],
+)
+async def test_retries_end_and_a_refusal_is_not_tried_again(
+    judge: JudgeServer, reply: Reply, message: str, requests: int
+) -> None:
+    judge.answer = lambda number, body: reply
+    with pytest.raises(VerifierError, match=message):
         await judged(judge, retries=1)
-    assert len(judge.requests) == 2
+    assert len(judge.requests) == requests
 
 
-async def test_a_refusal_is_not_tried_again(judge: JudgeServer) -> None:
-    judge.answer = lambda number, body: (401, {}, b"no key")
-    with pytest.raises(VerifierError, match="status 401: 'no key'"):
-        await judged(judge)
-    assert len(judge.requests) == 1
-
-
-async def test_a_slow_judge_is_a_time_out_not_a_zero(judge: JudgeServer) -> None:
-    judge.answer = lambda number, body: 30.0
+@pytest.mark.parametrize("reply", [30.0, (429, {"Retry-After": "3600"}, b"")])
+async def test_a_judge_that_is_slow_or_asks_to_wait_longer_than_the_limit_is_a_time_out_not_a_zero(
+    judge: JudgeServer, reply: Reply | float
+) -> None:
+    judge.answer = lambda number, body: reply
     start = time.monotonic()
     with pytest.raises(TimeoutError):
         await judged(judge, timeout_seconds=0.3)
     assert time.monotonic() - start < 20.0, "it did not wait for the answer"
-
-
-async def test_a_judge_that_asks_to_wait_longer_than_the_limit_is_a_time_out(judge: JudgeServer) -> None:
-    judge.answer = lambda number, body: (429, {"Retry-After": "3600"}, b"")
-    with pytest.raises(TimeoutError):
-        await judged(judge, timeout_seconds=0.3)
 
 
 async def test_a_judge_that_is_not_there_is_an_error(judge: JudgeServer) -> None:

@@ -17,7 +17,7 @@ from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.sandbox import command, identity, kernel
 from rollmesh.tasks.sandbox.command import Isolation
 from rollmesh.tasks.sandbox.identity import own_uid
-from rollmesh.tasks.verifiers.code_tests import same_output, same_value
+from rollmesh.tasks.verifiers.code_tests import same_value
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier
 
 from .code_answers import WAIT_SECONDS, run
@@ -46,6 +46,7 @@ METHOD = {"entry_point": "Solution.add", "tests": [{"args": [1], "kwargs": {"b":
     [
         ("def add(a, b): return a + b", ADD, 1.0),
         ("def add(a, b): return a + b", ASSERTED, 1.0),
+        ("def add(a, b): return a + b", {"tests": '["assert add(2, 2) == 4"]'}, 1.0),
         ("def add(a, b): return 3", ADD, 0.0),
         ("def add(a, b): return 3", ASSERTED, 0.0),
         ("def add(a, b): return '3'", ADD, 0.0),
@@ -83,11 +84,6 @@ def test_code_is_worth_one_when_all_tests_pass(code: str, metadata: dict[str, An
 def test_partial_credit_is_the_share_of_passed_tests() -> None:
     reward = run("def add(a, b): return 3", ADD, partial_credit=True)
     assert (reward.value, reward.parts["tests_passed"], reward.parts["tests"]) == (0.5, 1, 2)
-
-
-@pytest.mark.usefixtures("code_may_run")
-def test_tests_may_come_as_json_text() -> None:
-    assert run("def add(a, b): return a + b", {"tests": '["assert add(2, 2) == 4"]'}).value == 1.0
 
 
 CHEATS = {
@@ -289,13 +285,6 @@ def test_wrong_tests_are_an_error_never_a_zero(metadata: dict[str, Any], message
 )
 def test_values_are_compared_as_json(expected: Any, got: Any, same: bool) -> None:
     assert same_value(expected, got) is same
-
-
-def test_printed_text_is_compared_without_trailing_space() -> None:
-    assert same_output("a \nb\n", "a\nb")
-    assert same_output("", "\n\n")
-    assert not same_output("a\n\nb", "a\nb")
-    assert not same_output(" a", "a")
 
 
 @pytest.fixture

@@ -200,3 +200,10 @@ def test_a_prelude_that_fails_is_refused_at_the_start() -> None:
 )
 def test_printed_numbers_are_compared_with_a_tolerance(expected: str, got: str, same: bool) -> None:
     assert same_output(expected, got, 1e-4) is same
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-4])
+def test_printed_text_is_compared_without_trailing_space(tolerance: float) -> None:
+    pairs = [("a \nb\n", "a\nb"), ("", "\n\n"), ("a\n\nb", "a\nb")]
+    assert [same_output(expected, got, tolerance) for expected, got in pairs] == [True, True, False]
+    assert not same_output(" a", "a")

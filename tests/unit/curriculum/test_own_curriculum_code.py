@@ -132,12 +132,6 @@ def test_the_sampler_of_the_examples_draws_short_prompts_first() -> None:
     assert {short.choose(Draw(epoch=0, index=i, seed=0), table, history, 10) for i in range(50)} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("name", ["own_planner.py", "own_sampler.py"])
-def test_an_example_has_at_most_20_lines(name: str) -> None:
-    source = (EXAMPLES / name).read_text().split('"""\n', 1)[1].strip()
-    assert len([line for line in source.splitlines() if line]) <= 20
-
-
 def test_a_shaper_and_a_budget_get_their_options_and_a_budget_is_capped() -> None:
     assert load_shaper("own:doubled", {"factor": 3})(group_of([1.0, 0.5]), {}).shaped_rewards == (3.0, 1.5)
     assert [turns("own:growing", {"slope": 5}, most=40)(step) for step in (0, 2, 50)] == [10, 20, 40]
@@ -147,13 +141,8 @@ def test_a_shaper_and_a_budget_get_their_options_and_a_budget_is_capped() -> Non
     ("load", "problem"),
     [
         (lambda: load_planner("own:Planner", {"most": 1}), r"planner_options: own:Planner rejects {'most': 1}"),
-        (lambda: load_planner("own:constant", {}), "planner: own:constant is not callable"),
         (lambda: load_planner("own:OnlyFirst", {}), r"planner: own:OnlyFirst needs a method next\(group\)"),
-        (
-            lambda: load_planner("own:OtherFirst", {}),
-            r"planner: own:OtherFirst needs a method first\(seen, g",
-        ),
-        (lambda: load_planner("own:nothing", {}), "planner: module 'own' has no 'nothing'"),
+        (lambda: load_planner("own:OtherFirst", {}), r"planner: own:OtherFirst needs a method first\(seen, g"),
         (lambda: load_shaper("own:no_records", {}), "group_shaper: own:no_records cannot be called as f"),
         (lambda: sampler("own:takes_three"), "sampler: own:takes_three cannot be called as f"),
         (lambda: sampler("own:constant"), "sampler: own:constant must be a plain function of .draw, prompts, history"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Literal
 
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from rollmesh.config.old_logprob_methods import replayed_count
 from rollmesh.curriculum.replay import ReplayCandidate, draw_replay, replay_candidates
-from rollmesh.types import Batch, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
+from rollmesh.types import Batch, Group, OutcomeKind, Prompt, RewardOutcome, Trajectory
+
+from ...kit.answers import answer, written
 
 Weights = Literal["uniform", "reward"]
 
@@ -82,10 +85,10 @@ def test_a_share_of_one_half_doubles_the_batch() -> None:
 def test_a_candidate_has_the_oldest_policy_and_the_mean_reward_of_its_scored_answers() -> None:
     scored = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0)
     groups = (
-        _group("e0-0", _trajectory("a", (4, 2), 1.0, scored), _trajectory("b", (3,), 0.5, scored)),
-        _group("e0-1", _trajectory("c", (9,), 1.0, scored)),
-        _group("e0-2", _trajectory("d", (3,), 0.0, None)),
-        _group("e0-3", _trajectory("e", (1,), 0.0, None), _trajectory("f", (4,), 1.0, scored)),
+        _group("e0-0", _trajectory((4, 2), 1.0, scored), _trajectory((3,), 0.5, scored)),
+        _group("e0-1", _trajectory((9,), 1.0, scored)),
+        _group("e0-2", _trajectory((3,), 0.0, None)),
+        _group("e0-3", _trajectory((1,), 0.0, None), _trajectory((4,), 1.0, scored)),
     )
     found = replay_candidates(Batch(train_step=5, groups=groups), {1: 0, 2: 1, 3: 2, 4: 3})
     facts = [(c.train_step, c.group_id, c.oldest, c.reward) for c in found]
@@ -104,29 +107,14 @@ def _group(group_id: str, *members: Trajectory) -> Group:
     return Group(group_id=group_id, admission_index=0, trajectories=members)
 
 
-def _trajectory(name: str, versions: tuple[int, ...], reward: float, outcome: RewardOutcome | None) -> Trajectory:
-    segments = tuple(
-        Segment(
-            token_ids=np.zeros(2, np.int32),
-            behavior_logprobs=np.full(2, -1.0, np.float32),
-            policy_version=version,
-            kv_min_version=version,
-        )
-        for version in versions
-    )
-    return Trajectory(
-        trajectory_id=name,
-        group_id="g",
-        member_index=0,
-        prompt=Prompt(prompt_id="p", token_ids=np.zeros(1, np.int32), verifier="exact"),
-        segments=segments,
-        outcome=outcome,
-        shaped_reward=reward,
-    )
+def _trajectory(versions: tuple[int, ...], reward: float, outcome: RewardOutcome | None) -> Trajectory:
+    prompt = Prompt(prompt_id="p", token_ids=np.zeros(1, np.int32), verifier="exact")
+    segments = (written(np.zeros(2, np.int32), version) for version in versions)
+    return replace(answer(prompt, *segments), outcome=outcome, shaped_reward=reward)
 
 
 def test_the_mean_of_finite_rewards_is_finite_although_their_sum_is_not() -> None:
     scored = RewardOutcome(kind=OutcomeKind.SCORED, value=1e308)
-    members = (_trajectory(name, (1,), 1e308, scored) for name in "abc")
+    members = (_trajectory((1,), 1e308, scored) for _ in range(3))
     (found,) = replay_candidates(Batch(train_step=2, groups=(_group("e0-0", *members),)), {1: 0})
     assert math.isclose(found.reward, 1e308, rel_tol=1e-12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -102,31 +102,30 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
         FrameBuffer(64).feed(frame(b"x" * 65)[:4])
 
 
-def test_a_socket_gives_frames_then_the_end() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(frame(b"one") + frame(b""))
-        ours.shutdown(socket.SHUT_WR)
-        stream = theirs.makefile("rb")
-        assert [receive_frame(stream, 10) for _ in range(3)] == [b"one", b"", None]
+def received(data: bytes, largest_bytes: int = 10) -> list[bytes | None]:
+    """Frames that a peer receives up to the end."""
+    stream = io.BytesIO(data)
+    found = [receive_frame(stream, largest_bytes)]
+    while found[-1] is not None:
+        found.append(receive_frame(stream, largest_bytes))
+    return found
 
 
-@pytest.mark.parametrize("torn", [frame(b"three")[:2], frame(b"three")[:6]])
-def test_a_stream_that_ends_inside_a_frame_is_an_error(torn: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(torn)
-        ours.close()
-        with pytest.raises(FrameError, match="ended inside a frame"):
-            receive_frame(theirs.makefile("rb"), 10)
+def test_a_stream_gives_frames_then_the_end() -> None:
+    assert received(frame(b"one") + frame(b"")) == [b"one", b"", None]
 
 
-def test_a_socket_refuses_a_frame_over_the_limit() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(frame(b"too long"))
-        with pytest.raises(FrameError, match="the limit is 4"):
-            receive_frame(theirs.makefile("rb"), 4)
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (frame(b"three")[:2], "ended inside a frame"),
+        (frame(b"three")[:6], "ended inside a frame"),
+        (frame(b"too long for it"), "the limit is 10"),
+    ],
+)
+def test_a_torn_or_large_frame_is_an_error(data: bytes, message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        received(data)
 
 
 SEPARATE = WorkerConfinement(own_uids=True, owner_pid=7, memory_limit_bytes=1 << 26)
@@ -137,20 +136,14 @@ def test_a_birth_skips_the_uids_of_living_workers() -> None:
     assert SEPARATE.free_birth(3, [0, 1, 2]) == 3
     assert SEPARATE.free_birth(SLOTS_PER_PROCESS, [0, 1, 9]) == SLOTS_PER_PROCESS + 2
     assert SEPARATE.free_birth(SLOTS_PER_PROCESS + 9, [0, 1, 9]) == SLOTS_PER_PROCESS + 10
-
-
-def test_a_birth_without_a_free_uid_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="all 256 uids of this template have a living worker"):
         SEPARATE.free_birth(SLOTS_PER_PROCESS, range(SLOTS_PER_PROCESS))
+    assert SHARED.free_birth(SLOTS_PER_PROCESS, range(SLOTS_PER_PROCESS)) == SLOTS_PER_PROCESS
 
 
 def test_one_uid_is_left_for_the_worker_that_takes_the_place_of_a_dying_one() -> None:
     assert SEPARATE.most_workers() == SLOTS_PER_PROCESS - 1
-
-
-def test_workers_that_share_a_uid_may_be_any_number() -> None:
     assert SHARED.most_workers() is None
-    assert SHARED.free_birth(SLOTS_PER_PROCESS, range(SLOTS_PER_PROCESS)) == SLOTS_PER_PROCESS
 
 
 class DyingPool:
@@ -165,6 +158,17 @@ class DyingPool:
         if self.deaths:
             raise self.deaths.pop(0)
         return outcome_to_bytes(RewardOutcome(kind=OutcomeKind.SCORED, value=1.0))
+
+
+def scoring_with(*deaths: WorkerDied) -> Scoring:
+    return Scoring(
+        DyingPool(list(deaths)),  # type: ignore[arg-type]
+        {},
+        RewardMetrics(Metrics("reward")),
+        default_verifier="exact",
+        timeout_seconds=1.0,
+        on_unusable_verifier=lambda error: None,
+    )
 
 
 def alone() -> WorkerDied:
@@ -190,29 +194,13 @@ def together() -> WorkerDied:
 async def test_a_death_with_the_template_is_not_held_against_the_answer(
     deaths: list[WorkerDied], kind: OutcomeKind
 ) -> None:
-    scoring = Scoring(
-        DyingPool(deaths),  # type: ignore[arg-type]
-        {},
-        RewardMetrics(Metrics("reward")),
-        default_verifier="exact",
-        timeout_seconds=1.0,
-        on_unusable_verifier=lambda error: None,
-    )
-    assert (await scoring.score("", b"")).kind is kind
+    assert (await scoring_with(*deaths).score("", b"")).kind is kind
 
 
 async def test_a_log_line_about_an_answer_is_short_whatever_the_caller_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    scoring = Scoring(
-        DyingPool([alone(), alone()]),  # type: ignore[arg-type]
-        {},
-        RewardMetrics(Metrics("reward")),
-        default_verifier="exact",
-        timeout_seconds=1.0,
-        on_unusable_verifier=lambda error: None,
-    )
-    outcome = await scoring.score("x" * 100_000, b"")
+    outcome = await scoring_with(alone(), alone()).score("x" * 100_000, b"")
     assert outcome.kind is OutcomeKind.VERIFIER_ERROR
     assert "answer_without_value" in (line := capsys.readouterr().out)
     assert len(line) < 2_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,10 @@ from rollmesh.tasks.sources.derived import AgentPrompts, task_of
 from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, build_verifier
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, SegmentSource
 from rollmesh.wire.reward_messages import outcome_from_bytes, score_item_from_bytes, score_item_to_pb
+
+from ...kit.answers import answer, byte_tokenizer, written
 
 WORDS = ["<end>", "what", "is", "it", "this", "tool"]
 
@@ -53,28 +56,11 @@ class Recorder:
 def payload(
     metadata: Mapping[str, Any] | None = None, verifier: str = "", last: int = 0, prompt: Prompt | None = None
 ) -> bytes:
-    def segment(ids: list[int], source: SegmentSource) -> Segment:
-        logprobs = np.zeros(len(ids), np.float32) if source is SegmentSource.POLICY else None
-        return Segment(
-            token_ids=np.array(ids, np.int32),
-            behavior_logprobs=logprobs,
-            policy_version=0,
-            kv_min_version=0,
-            source=source,
-        )
-
     ids = np.array([1, 2, 3], np.int32)
     asked = prompt or Prompt(prompt_id="p", token_ids=ids, verifier=verifier, metadata=metadata or {})
-    segments = (segment([3, 2], SegmentSource.POLICY), segment([5], SegmentSource.ENVIRONMENT))
-    trajectory = Trajectory(
-        trajectory_id="t",
-        group_id="g",
-        member_index=0,
-        prompt=asked,
-        segments=(*segments, segment([4, last], SegmentSource.POLICY)),
-        finish_reason=FinishReason.STOP,
-    )
-    return score_item_to_pb(trajectory).SerializeToString()
+    first, tool, second = (np.array(ids, np.int32) for ids in ([3, 2], [5], [4, last]))
+    heard = replace(written(tool), behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
+    return score_item_to_pb(answer(asked, written(first), heard, written(second))).SerializeToString()
 
 
 def handle(tokenizer: Tokenizer, verifier: Recorder, data: bytes | None = None) -> RewardOutcome:
@@ -93,12 +79,8 @@ def test_metadata_arrives_as_the_data_set_wrote_it(tokenizer: Tokenizer) -> None
     handle(tokenizer, verifier, payload(metadata))
     seen = verifier.seen[0][1]
     assert seen == metadata
-    assert [type(seen["n"]), type(seen["x"]), type(seen["deep"][0]["m"]), type(seen["deep"][0]["ok"])] == [
-        int,
-        float,
-        int,
-        bool,
-    ]
+    kinds = (type(seen["n"]), type(seen["x"]), type(seen["deep"][0]["m"]), type(seen["deep"][0]["ok"]))
+    assert kinds == (int, float, int, bool)
 
 
 def test_the_prompt_is_added_for_a_verifier_that_asks(tokenizer: Tokenizer) -> None:
@@ -167,7 +149,7 @@ def test_a_time_out_means_what_the_verifier_declares(tokenizer: Tokenizer, means
 
 def test_items_keep_what_belongs_to_the_answer() -> None:
     item = score_item_from_bytes(payload({"n": 1}, verifier="mine"))
-    assert (item.trajectory_id, item.finish_reason) == ("t", FinishReason.STOP)
+    assert (item.trajectory_id, item.finish_reason) == ("g.0", FinishReason.STOP)
     assert item.response_ids.tolist() == [3, 2, 5, 4, 0]
     assert item.prompt.token_ids.tolist() == [1, 2, 3]
 
@@ -178,43 +160,27 @@ END = "</think>"
 
 def make_tokenizer(folder: Path, *, special: bool = False, opens: str = "<think>\n") -> Tokenizer:
     """A tokenizer of bytes with tags of its own, whose chat template may open a thought."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    made = byte_tokenizer()
     made.add_special_tokens(["<end>"])
     tags = ["<think>", END]
     made.add_special_tokens(tags) if special else made.add_tokens(tags)
     made.save(str(folder / "tokenizer.json"))
-    template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]"
-    )
+    asked = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]"
     opened = "{% if enable_thinking is not defined or enable_thinking %}" + opens + "{% endif %}"
-    settings = {"chat_template": template + opened + "{% endif %}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": asked + opened + "{% endif %}"}))
     return Tokenizer(folder)
 
 
 def score(
-    tokenizer: Tokenizer, name: str, response: str, answer: Any, marker: str | None = None, **options: Any
+    tokenizer: Tokenizer, name: str, response: str, reference: Any, marker: str | None = None, **options: Any
 ) -> float:
     """Score an answer to a chat prompt as a worker of the pool does."""
-    ids = tokenizer.encode(response)
-    segment = Segment(
-        token_ids=ids, behavior_logprobs=np.zeros(len(ids), np.float32), policy_version=0, kv_min_version=0
-    )
-    prompt = Prompt(prompt_id="p", token_ids=tokenizer.render_chat(QUESTION), verifier="", metadata={"answer": answer})
-    trajectory = Trajectory(
-        trajectory_id="t",
-        group_id="g",
-        member_index=0,
-        prompt=prompt,
-        segments=(segment,),
-        finish_reason=FinishReason.STOP,
-    )
+    asked = tokenizer.render_chat(QUESTION)
+    prompt = Prompt(prompt_id="p", token_ids=asked, verifier="", metadata={"answer": reference})
+    item = score_item_to_pb(answer(prompt, written(tokenizer.encode(response))))
     found = answer_marker(tokenizer, marker, {})
     handler = RewardHandler(tokenizer, {name: build_verifier(name, options)}, name, found)
-    outcome = outcome_from_bytes(handler(score_item_to_pb(trajectory).SerializeToString()))
+    outcome = outcome_from_bytes(handler(item.SerializeToString()))
     assert outcome.value is not None, outcome.message
     return outcome.value
 
@@ -235,20 +201,20 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(("name", "response", "answer", "expected"), THOUGHTS)
+@pytest.mark.parametrize(("name", "response", "reference", "expected"), THOUGHTS)
 def test_what_follows_the_last_thought_counts_and_nothing_in_an_open_one(
-    tmp_path: Path, special: bool, name: str, response: str, answer: str, expected: float
+    tmp_path: Path, special: bool, name: str, response: str, reference: str, expected: float
 ) -> None:
     if name == "math":
         pytest.importorskip("math_verify")
     silent = make_tokenizer(tmp_path, special=special, opens="")
-    assert score(silent, name, response, answer, END) == expected
+    assert score(silent, name, response, reference, END) == expected
     if response.startswith("<think>"):  # a model that opens its thought itself
-        assert score(silent, name, response, answer) == expected
+        assert score(silent, name, response, reference) == expected
         parts = {"answer": {"verifier": name}}
-        assert special or score(silent, "composite", response, answer, parts=parts) == expected
+        assert special or score(silent, "composite", response, reference, parts=parts) == expected
     # With a template that opens the thought the option sets itself.
-    assert score(make_tokenizer(tmp_path, special=special), name, response, answer) == expected
+    assert score(make_tokenizer(tmp_path, special=special), name, response, reference) == expected
 
 
 def test_a_response_without_a_thought_is_all_answer_unless_the_template_opened_one(tmp_path: Path) -> None:

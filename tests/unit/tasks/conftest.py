@@ -10,6 +10,10 @@ import tokenizers
 
 from rollmesh.text import Tokenizer
 
+from ...kit.answers import byte_tokenizer
+
+BEGIN = 256
+
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
@@ -26,14 +30,9 @@ def thinking_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def make_tokenizer(folder: Path, end: str = "") -> Tokenizer:
     """A byte-level tokenizer whose chat template ends with ``end``."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE({"<s>": 0, **{c: i for i, c in enumerate(alphabet, start=1)}}, merges=[])
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = byte_tokenizer()
     made.add_special_tokens(["<s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
     made.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]" + end
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

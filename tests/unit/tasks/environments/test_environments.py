@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from fractions import Fraction
@@ -77,39 +78,12 @@ def test_arithmetic_is_exact(expression: str, result: str) -> None:
     assert format_value(evaluate(expression)) == result
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "",
-        "   ",
-        "1/0",
-        "1 % 0",
-        "0**-1",
-        "2 +",
-        "9**9**9**9",
-        "9**99999999",
-        "2**0.5",
-        "10**999 * 10**999",
-        "1e999999999",
-        "1e-999999999",
-        "__import__('os')",
-        "abs(1)",
-        "a.b",
-        "1 if 1 else 2",
-        "[1]",
-        "'a'*9",
-        "1, 2",
-        "1j",
-        "0x10",
-        "True",
-        "(" * 150,
-        "-" * 150 + "1",
-        "1+" * 99 + "1",
-        "1" * 201,
-        "\x00",
-        "é",
-    ],
-)
+REFUSED = """1/0; 1 % 0; 0**-1; 2 +; 9**9**9**9; 9**99999999; 2**0.5; 10**999 * 10**999; 1e999999999; 1e-999999999
+__import__('os'); abs(1); a.b; 1 if 1 else 2; [1]; 'a'*9; 1, 2; 1j; 0x10; True; ...; \x00; é"""
+TOO_LONG = ["(" * 150, "-" * 150 + "1", "1+" * 99 + "1", "1" * 201]
+
+
+@pytest.mark.parametrize("expression", ["", "   ", *re.split("; |\n", REFUSED), *TOO_LONG])
 def test_everything_else_is_refused_at_once(expression: str) -> None:
     start = time.thread_time()  # the work itself: a busy machine may delay any process
     with pytest.raises(ArithmeticRejected):
@@ -136,17 +110,19 @@ async def play(turns: list[str], **options: Any) -> list[EnvironmentReply]:
     return replies
 
 
-async def test_a_call_is_answered_and_a_turn_without_one_ends_the_episode() -> None:
-    replies = await play(["I compute <calc>12*7</calc>", "so the answer is 84"])
-    assert replies == [
-        EnvironmentReply(text="<result>84</result>", done=False),
-        EnvironmentReply(text="", done=True),
-    ]
-
-
-async def test_the_last_closed_call_of_a_turn_counts() -> None:
-    replies = await play(["<calc>1+1</calc> no, <calc>2+2</calc> then <calc>3+"])
-    assert replies[0].text == "<result>4</result>"
+@pytest.mark.parametrize(
+    ("turns", "options", "texts"),
+    [
+        (["I compute <calc>12*7</calc>", "so the answer is 84"], {}, ["<result>84</result>", ""]),
+        (["<calc>1+1</calc> no, <calc>2+2</calc> then <calc>3+"], {}, ["<result>4</result>"]),
+        (["<tool>3-1</tool>"], {"reply": "|user|{result}|assistant|", "tag": "tool"}, ["|user|2|assistant|"]),
+    ],
+    ids=["call and end", "last closed call", "turn markers of a chat model"],
+)
+async def test_the_last_call_is_answered_and_a_turn_without_one_ends_the_episode(
+    turns: list[str], options: dict[str, Any], texts: list[str]
+) -> None:
+    assert await play(turns, **options) == [EnvironmentReply(text=text, done=not text) for text in texts]
 
 
 @pytest.mark.parametrize("turn", ["", "<calc>1+1", "1+1</calc>", "</calc><calc>", "no call " * 10_000])
@@ -162,19 +138,10 @@ async def test_a_wrong_call_is_answered_with_the_reason_so_that_the_policy_can_l
 
 
 async def test_a_turn_sent_again_gets_the_same_reply() -> None:
-    environment = environment_factory("calculator", {})()
-    await environment.reset(PROMPT)
-    assert environment.replayable
-    first = await environment.step("<calc>6*7</calc>", "e0-1.0:0")
-    fresh = environment_factory("calculator", {})()
-    await fresh.reset(PROMPT)
-    assert await environment.step("<calc>6*7</calc>", "e0-1.0:0") == first
-    assert await fresh.step("<calc>6*7</calc>", "e0-1.0:0") == first
-
-
-async def test_the_reply_can_carry_turn_markers_of_a_chat_model() -> None:
-    replies = await play(["<tool>3-1</tool>"], reply="|user|{result}|assistant|", tag="tool")
-    assert replies[0].text == "|user|2|assistant|"
+    one, fresh = (environment_factory("calculator", {})() for _ in range(2))
+    assert one.replayable
+    replies = [await each.step("<calc>6*7</calc>", "e0-1.0:0") for each in (one, one, fresh)]
+    assert replies == [EnvironmentReply(text="<result>42</result>", done=False)] * 3
 
 
 OWN_ENVIRONMENT = """
@@ -216,7 +183,6 @@ async def test_a_user_s_environment_is_created_once_per_trajectory(own_environme
     ("name", "options", "message"),
     [
         ("abacus", {}, "rollout.environment: 'abacus' is not one of calculator"),
-        ("own_environment_module:Nothing", {}, "has no 'Nothing'"),
         ("own_environment_module:Half", {}, "needs async step, aclose"),
         ("own_environment_module:Echo", {"size": 1}, "rollout.environment_options: .* rejects"),
         ("calculator", {"reply": "no place"}, "must contain {result}"),

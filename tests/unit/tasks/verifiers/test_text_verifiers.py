@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -185,36 +186,12 @@ def test_a_number_in_tex_or_print_is_read_whole(text: str, number: str) -> None:
     assert make_extractor("last_number")(text) == number
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "12 000",
-        "1 234 567.5",
-        "3 1/2",
-        "3\u00a01/2",
-        r"3\frac{1}{2}",
-        r"3\,\frac{1}{2}",
-        "2^3",
-        "10^{-5}",
-        "2^1.5",
-        "10\u00b2",
-        "2\u207f",
-        "(2)\u00b3",
-        "2^n",
-        "2^{n+1}",
-        "(2)^3",
-        "(1+2)^{n}",
-        r"\left(\frac{1}{2}\right)^3",
-        "x_1",
-        "x_{12}",
-        r"\log_2 n",
-        r"2^3 \cdot 10^2",
-        r"3/4 \times 10^2",
-        r"2e3 \times 10^5",
-        r"\frac{3\pi}{4}",
-        r"\frac{2}{\sqrt{3}}",
-    ],
-)
+NO_NUMBERS = r"""12 000; 1 234 567.5; 3 1/2; 3\frac{1}{2}; 3\,\frac{1}{2}; 2^3; 10^{-5}; 2^1.5; 2^n; 2^{n+1}
+(2)^3; (1+2)^{n}; \left(\frac{1}{2}\right)^3; x_1; x_{12}; \log_2 n; 2^3 \cdot 10^2; 3/4 \times 10^2; 2e3 \times 10^5
+\frac{3\pi}{4}; \frac{2}{\sqrt{3}}"""
+
+
+@pytest.mark.parametrize("text", [*re.split("; |\n", NO_NUMBERS), "3\u00a01/2", "10\u00b2", "2\u207f", "(2)\u00b3"])
 def test_a_number_that_cannot_be_read_for_sure_is_none_nor_are_its_parts(text: str) -> None:
     assert make_extractor("last_number")(text) is None
     assert make_extractor("last_number")(f"42; {text}") == "42"
@@ -243,11 +220,6 @@ def test_a_difference_ends_with_what_is_subtracted(first: int, second: int) -> N
     assert make_extractor("last_number")(f"it is {first}, {-second}") == str(-second)
 
 
-@given(st.integers(-(10**30), 10**30))
-def test_thousands_separators_change_no_number(number: int) -> None:
-    assert score("numeric", f"= {number:,}", str(number), tolerance=0, absolute_tolerance=0) == 1.0
-
-
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=4))
 def test_a_list_without_spaces_is_not_one_number(numbers: list[int]) -> None:
     text = ",".join(map(str, numbers))
@@ -255,10 +227,10 @@ def test_a_list_without_spaces_is_not_one_number(numbers: list[int]) -> None:
 
 
 @given(st.integers(-(10**30), 10**30))
-def test_every_whole_number_equals_itself_and_not_its_neighbour(number: int) -> None:
+def test_every_whole_number_equals_itself_with_separators_too_and_not_its_neighbour(number: int) -> None:
     verifier = build_verifier("numeric", {"tolerance": 0, "absolute_tolerance": 0})
-    assert verifier.verify(f"= {number}", {"answer": str(number)}) == 1.0
-    assert verifier.verify(f"= {number + 1}", {"answer": str(number)}) == 0.0
+    texts = (f"= {number}", f"= {number:,}", f"= {number + 1}")
+    assert [verifier.verify(text, {"answer": str(number)}) for text in texts] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -365,15 +337,15 @@ def test_what_follows_the_label_in_a_marked_answer_does_not_choose(letter: str, 
 
 
 @pytest.mark.parametrize(
-    ("options", "response", "expected"),
+    ("response", "options", "expected"),
     [
-        ({"pattern": "<think>.*</think>.+"}, "<think>\n</think>yes", 1.0),
-        ({"pattern": "<think>.*</think>.+"}, "well <think></think>yes", 0.0),
-        ({"pattern": "<think>", "full": False}, "well <think>", 1.0),
-        ({"pattern": "YES", "ignore_case": True}, " yes ", 1.0),
+        ("<think>\n</think>yes", {"pattern": "<think>.*</think>.+"}, 1.0),
+        ("well <think></think>yes", {"pattern": "<think>.*</think>.+"}, 0.0),
+        ("well <think>", {"pattern": "<think>", "full": False}, 1.0),
+        (" yes ", {"pattern": "YES", "ignore_case": True}, 1.0),
     ],
 )
-def test_regex(options: dict[str, Any], response: str, expected: float) -> None:
+def test_regex(response: str, options: dict[str, Any], expected: float) -> None:
     assert score("regex", response, None, **options) == expected
 
 
@@ -429,11 +401,7 @@ def test_a_part_that_fails_fails_the_whole() -> None:
         ("composite", {"parts": {}}, "reward.options.parts: expected a mapping"),
         ("composite", {"parts": {"a": {}}}, "reward.options.parts.a: expected verifier"),
         ("composite", {"parts": {"a": {"verifier": "exact", "weight": "1"}}}, "reward.options.parts.a.weight: '1'"),
-        (
-            "composite",
-            {"parts": {"a": {"verifier": "exact", "weight": 10**400}}},
-            "reward.options.parts.a.weight: 1000",
-        ),
+        ("composite", {"parts": {"a": {"verifier": "exact", "weight": 10**400}}}, "parts.a.weight: 1000"),
         ("composite", {"parts": {"a": {"verifier": "exakt"}}}, "'exakt' is not one of"),
         (
             "composite",
@@ -443,11 +411,7 @@ def test_a_part_that_fails_fails_the_whole() -> None:
         ("http_judge", {"url": "ftp://x"}, "reward.options.url"),
         ("http_judge", {"url": "http://x", "format": "chat"}, "format=chat needs model, and a template"),
         ("http_judge", {"url": "http://x", "timeout_seconds": 0}, "timeout_seconds=0"),
-        (
-            "http_judge",
-            {"url": "http://x", "api_key_env": "NO_SUCH_KEY_X"},
-            "the environment variable NO_SUCH_KEY_X is not set",
-        ),
+        ("http_judge", {"url": "http://x", "api_key_env": "NO_SUCH_KEY_X"}, "variable NO_SUCH_KEY_X is not set"),
         ("http_judge", {"url": "http://x", "score_pattern": "\\d"}, "needs a group around the number"),
         ("python_code", {"timeout_seconds": 0}, "timeout_seconds=0"),
     ],
@@ -478,34 +442,22 @@ def test_every_kind_of_real_number_and_a_truth_value_is_a_reward(result: Any) ->
     assert checked_reward(result, "mine").value == float(result)
 
 
+POISON = {
+    "megabyte": "x" * 1_000_000,
+    "open brackets": "(" * 100_000,
+    "braces": "{" * 100_000 + "}" * 100_000,
+    "numbers": "1 " * 500_000,
+    "boxes": r"\boxed{" * 100_000,
+    "nul": "\x00" * 10,
+    "marks": "<answer>answer is" + " *" * 500_000 + "</answer>",
+    "fractions": r"\frac{" * 100_000,
+    "braces in fractions": r"\frac{{}" * 100_000,
+    "digits": "1" * 500_000 + " " + "1" * 500_000,
+}
+
+
 @pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"http_judge", "composite", "python_code", "reasoning_gym"}))
-@pytest.mark.parametrize(
-    "response",
-    [
-        "x" * 1_000_000,
-        "(" * 100_000,
-        "{" * 100_000 + "}" * 100_000,
-        "1 " * 500_000,
-        r"\boxed{" * 100_000,
-        "\x00" * 10,
-        "<answer>answer is" + " *" * 500_000 + "</answer>",
-        r"\frac{" * 100_000,
-        r"\frac{{}" * 100_000,
-        "1" * 500_000 + " " + "1" * 500_000,
-    ],
-    ids=[
-        "megabyte",
-        "open brackets",
-        "braces",
-        "numbers",
-        "boxes",
-        "nul",
-        "marks",
-        "fractions",
-        "braces in fractions",
-        "digits",
-    ],
-)
+@pytest.mark.parametrize("response", POISON.values(), ids=POISON)
 def test_poisonous_text_is_wrong_and_cheap(name: str, response: str) -> None:
     options = {"pattern": "a+b"} if name == "regex" else {}
     verifier = build_verifier(name, options)
