@@ -1,25 +1,4 @@
-"""Errors of rollmesh.
-
-    RollmeshError
-    ├── ConfigError            a value in the run file, the environment or --set is wrong        (ValueError)
-    ├── DataError              a prompt, a dataset row or a token id is wrong                    (ValueError)
-    ├── StoreError             the trajectory queue cannot serve a request                       (RuntimeError)
-    │   ├── StoreUnavailable   Redis is down, loading, out of memory or refuses the password
-    │   ├── SessionLost        the worker session, trainer session or leadership has expired
-    │   └── Conflict           the state in Redis is not the one the caller assumed
-    ├── CheckpointError        a checkpoint is torn, truncated, tampered with or foreign          (RuntimeError)
-    ├── TrainingDiverged       gradients or logprobs of the policy are not finite                 (RuntimeError)
-    ├── Unfinished             a signal ended the process before its work was complete              (RuntimeError)
-    ├── PoliciesRefused        every generator refuses the newest policy                         (RuntimeError)
-    ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
-    │   └── UnsupportedModel   the engine cannot compute this model with any weights
-    ├── GenerationRefused      a generator refused a call before sampling a token                (RuntimeError)
-    ├── NoGenerator            no registered generator serves a version that a call may use      (RuntimeError)
-    ├── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
-    └── RewardUnavailable      no reward service answered in time                                (RuntimeError)
-
-Messages name the field or the key, the value and the remedy.
-"""
+"""Errors of rollmesh. Messages name the field or the key, the value and the remedy."""
 
 from __future__ import annotations
 

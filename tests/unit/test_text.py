@@ -36,22 +36,30 @@ def make_folder(
     made.add_special_tokens(["<pad>", "<unk>", "<s>", "<end>"])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
-    for name, value in (
-        ("tokenizer_config.json", settings),
-        ("generation_config.json", generation),
-        ("config.json", config),
-    ):
+    for name, value in (("tokenizer_config", settings), ("generation_config", generation), ("config", config)):
         if value is not None:
-            (folder / name).write_text(json.dumps(value))
+            (folder / f"{name}.json").write_text(json.dumps(value))
     return folder
 
 
-def test_text_survives_encode_and_decode(tmp_path: Path) -> None:
+def rendered(folder: Path, template: Any, text: str = "hello") -> list[int]:
+    """Ids of a chat of one message of the user."""
+    made = make_folder(folder, settings={"chat_template": template})
+    return Tokenizer(made).render_chat([{"role": "user", "content": text}]).tolist()
+
+
+def test_text_survives_encode_and_decode_and_special_tokens_are_added_and_shown_only_when_asked(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_folder(tmp_path))
     ids = tokenizer.encode("hello world 12")
-    assert ids.dtype == np.int32
-    assert ids.tolist() == [4, 5, 6]
+    assert (ids.dtype, ids.tolist()) == (np.int32, [4, 5, 6])
     assert tokenizer.decode(ids) == "hello world 12"
+    assert tokenizer.encode("hello", special_tokens=True).tolist() == [2, 4]
+    ids = np.array([2, 4, 3], np.int32)
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, special_tokens=True) == "<s> hello <end>"
+    assert tokenizer.encode("").shape == (0,)
+    assert tokenizer.decode(np.empty(0, np.int32)) == ""
+    assert tokenizer.vocab_size == len(WORDS), "the tokenizer's without a model config"
 
 
 def test_a_text_that_begins_with_the_begin_token_gets_no_second_one(tmp_path: Path) -> None:
@@ -84,20 +92,6 @@ def test_half_a_character_is_refused_by_its_place(tmp_path: Path) -> None:
             encode("hello \ud83d")
 
 
-def test_special_tokens_are_added_and_shown_only_when_asked(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(make_folder(tmp_path))
-    assert tokenizer.encode("hello", special_tokens=True).tolist() == [2, 4]
-    ids = np.array([2, 4, 3], np.int32)
-    assert tokenizer.decode(ids) == "hello"
-    assert tokenizer.decode(ids, special_tokens=True) == "<s> hello <end>"
-
-
-def test_empty_text_and_empty_ids_are_empty(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(make_folder(tmp_path))
-    assert tokenizer.encode("").shape == (0,)
-    assert tokenizer.decode(np.empty(0, np.int32)) == ""
-
-
 @pytest.mark.parametrize("bad", [-1, 32, 2**31 - 1])
 def test_an_id_outside_the_vocabulary_is_refused_by_position(tmp_path: Path, bad: int) -> None:
     tokenizer = Tokenizer(make_folder(tmp_path, config={"vocab_size": 32}))
@@ -105,20 +99,12 @@ def test_an_id_outside_the_vocabulary_is_refused_by_position(tmp_path: Path, bad
         tokenizer.decode([4, bad])
 
 
-def test_an_id_in_the_padding_of_the_embedding_decodes_to_nothing(tmp_path: Path) -> None:
+def test_an_id_in_the_padding_of_the_embedding_decodes_to_nothing_and_one_beyond_it_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_folder(tmp_path, config={"vocab_size": 32}))
     assert tokenizer.vocab_size == 32
     assert tokenizer.decode([4, 31]) == "hello"
-
-
-def test_a_token_that_the_model_does_not_embed_is_refused(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(make_folder(tmp_path, config={"vocab_size": 6}))
     with pytest.raises(DataError, match="id 6 is outside"):
-        tokenizer.encode("hello 12")
-
-
-def test_the_vocabulary_is_the_tokenizers_without_a_model_config(tmp_path: Path) -> None:
-    assert Tokenizer(make_folder(tmp_path)).vocab_size == len(WORDS)
+        Tokenizer(make_folder(tmp_path, config={"vocab_size": 6})).encode("hello 12")
 
 
 @pytest.mark.parametrize(
@@ -188,27 +174,19 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path: Path) -> None:
 
 def test_a_template_that_prints_the_date_gives_the_same_prompt_on_every_day(tmp_path: Path) -> None:
     template = "{{ messages[0].content if strftime_now('%d %b %Y %H:%M') == '26 Jul 2024 00:00' }}"
-    folder = make_folder(tmp_path, settings={"chat_template": template})
-    assert Tokenizer(folder).render_chat([{"role": "user", "content": "hello"}]).tolist() == [4]
+    assert rendered(tmp_path, template) == [4]
 
 
-def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, settings={"chat_template": TEMPLATE})
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert Tokenizer(folder).render_chat([{"role": "user", "content": "hello"}]).tolist() == [4]
-
-
-def test_the_default_of_named_templates_is_taken(tmp_path: Path) -> None:
+def test_a_template_file_wins_over_the_settings_and_the_default_of_named_templates_is_taken(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "12"}, {"name": "default", "template": "{{ messages[0].content }}"}]
-    folder = make_folder(tmp_path, settings={"chat_template": named})
-    assert Tokenizer(folder).render_chat([{"role": "user", "content": "hello"}]).tolist() == [4]
+    assert rendered(tmp_path, named) == [4]
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}")
+    assert rendered(tmp_path, named) == [4, 4]
 
 
 def test_generation_tags_and_json_render_their_content(tmp_path: Path) -> None:
     template = "{% generation %}{{ messages[0].content }}{% endgeneration %} {{ {'a<b': 'ü'} | tojson }}"
-    folder = make_folder(tmp_path, settings={"chat_template": template})
-    ids = Tokenizer(folder).render_chat([{"role": "user", "content": "hello"}])
-    assert ids.tolist() == Tokenizer(folder).encode('hello {"a<b": "ü"}').tolist()
+    assert rendered(tmp_path, template) == Tokenizer(tmp_path).encode('hello {"a<b": "ü"}').tolist()
 
 
 @pytest.mark.parametrize(
@@ -271,12 +249,9 @@ def test_a_chat_without_a_template_says_what_to_do(tmp_path: Path) -> None:
         Tokenizer(make_folder(tmp_path)).render_chat(MESSAGES)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_torn_tokenizer_or_config_is_refused_by_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.json: No such file"):
         Tokenizer(tmp_path)
-
-
-def test_a_torn_tokenizer_or_config_is_refused_by_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer"):
         Tokenizer(tmp_path)

@@ -25,14 +25,13 @@ _RESENDS = 4
 
 
 class CallBatcher(Generic[T, R]):
-    """Batcher that sends items in calls of at most ``limit`` items, with at most ``runners`` calls in progress."""
+    """Batcher that sends items in calls of at most ``limit`` items, one call at a time."""
 
-    def __init__(self, call: Callable[[list[T]], Awaitable[Sequence[R]]], *, limit: int, runners: int = 1) -> None:
+    def __init__(self, call: Callable[[list[T]], Awaitable[Sequence[R]]], *, limit: int) -> None:
         self._call = call
         self._limit = limit
-        self._runners = runners
         self._items: list[tuple[T, asyncio.Future[R]]] = []
-        self._running = 0
+        self._running = False
         self._tasks = BackgroundTasks()
 
     async def submit(self, item: T) -> R:
@@ -40,16 +39,11 @@ class CallBatcher(Generic[T, R]):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
         self._items.append((item, future))
-        if self._running < self._runners:
-            self._running += 1
+        if not self._running:
+            self._running = True
             # Start one loop tick later: every item submitted in this tick joins the first batch.
             loop.call_soon(lambda: self._tasks.start(self._drain()))
         return await future
-
-    @property
-    def waiting(self) -> int:
-        """Number of items that are not part of a call yet."""
-        return len(self._items)
 
     async def _drain(self) -> None:
         try:
@@ -60,7 +54,7 @@ class CallBatcher(Generic[T, R]):
                     await self._run([item for item, _ in wanted], [future for _, future in wanted])
         finally:
             # In the same step as the last check of the items: the next submit must start a runner again.
-            self._running -= 1
+            self._running = False
 
     async def _run(self, items: list[T], futures: list[asyncio.Future[R]]) -> None:
         try:

@@ -10,12 +10,11 @@ import pytest
 from rollmesh.checkpoints.bucket import open_location
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 
+from ...kit.checkpoint_samples import SECRET
 from ...kit.s3_server import CREDENTIALS, Bucket
 
 pytest.importorskip("s3fs", reason="object stores need the extra s3")
 pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
-
-SECRET = b"a secret of at least thirty-two b"
 
 
 @pytest.fixture(autouse=True)

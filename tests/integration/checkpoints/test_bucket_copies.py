@@ -16,7 +16,7 @@ from rollmesh.report.audit import audit_run
 from rollmesh.report.sentences import audit_claims
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog, model_folder
 
-from ...kit.checkpoint_samples import publish
+from ...kit.checkpoint_samples import flip_object, publish
 from ...kit.s3_server import Bucket
 from ..report.made_checkpoints import STEPS, make_audited_run
 from .test_delta_policies import WEIGHTS, write_weights
@@ -38,12 +38,6 @@ def bucket_run(bucket: Bucket, tmp_path: Path) -> tuple[Path, ObjectStore]:
     return run.folder, objects
 
 
-def flip(objects: ObjectStore, key: str, at: int) -> None:
-    content = bytearray(objects.read(key, 1 << 30))
-    content[at] ^= 1
-    objects.write(key, bytes(content))
-
-
 def test_a_damaged_object_beside_a_good_local_copy_is_a_problem(bucket_run: tuple[Path, ObjectStore]) -> None:
     folder, objects = bucket_run
     before = audit_run(folder)
@@ -57,7 +51,7 @@ def test_a_damaged_object_beside_a_good_local_copy_is_a_problem(bucket_run: tupl
         f"batches/{STEPS:08d}.pb",
     )
     for key, at in ((state, -1), (policy, -1), (manifest, 100), (batch, 40)):
-        flip(objects, key, at)
+        flip_object(objects, key, at)
     after = audit_run(folder)
     assert not after.green
     for key in (state, policy, batch):
@@ -78,7 +72,7 @@ def test_a_copy_that_no_other_node_can_read_is_refused_although_this_node_has_a_
     if gone:
         store.objects.delete([key])
     else:
-        flip(store.objects, key, -1)
+        flip_object(store.objects, key)
     store.open(newest)
     with pytest.raises(CheckpointError, match=f"{record.path}: missing, or different") as caught:
         store.check_copy(newest)

@@ -17,7 +17,7 @@ from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.errors import CheckpointError, Reason
 from rollmesh.types import PolicyRecord
 
-from ...kit.checkpoint_samples import publish, publish_adapter, write_model
+from ...kit.checkpoint_samples import flip, flip_object, publish, publish_adapter, refused, write_model
 
 ANCHOR_EVERY = 4
 WEIGHTS, DELTA = "model.safetensors", "model.safetensors.delta"
@@ -57,9 +57,21 @@ def weights_of(store: BucketStore, record: PolicyRecord) -> bytes:
 
 
 def refusal(store: BucketStore, record: PolicyRecord) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        store.open(record)
-    return caught.value
+    return refused(store.open, record)
+
+
+def watched_pulls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the weights that are pulled, in order."""
+    keys: list[str] = []
+    get = ObjectStore.get
+
+    def watched(self: ObjectStore, key: str, path: Path) -> None:
+        if key.endswith((WEIGHTS, DELTA)):
+            keys.append(key)
+        get(self, key, path)
+
+    monkeypatch.setattr(ObjectStore, "get", watched)
+    return keys
 
 
 def test_every_fourth_version_is_stored_whole_and_the_others_twenty_times_smaller(trainer: BucketStore) -> None:
@@ -78,17 +90,13 @@ def test_a_reader_that_follows_pulls_deltas_only_and_a_late_one_begins_at_the_an
     records = published(trainer, range(7))
     follower, late = node("follower"), node("late")
     follower.open(records[0])
-    pulled: list[str] = []
-    get = ObjectStore.get
-    monkeypatch.setattr(ObjectStore, "get", lambda self, key, path: (pulled.append(key), get(self, key, path))[1])
+    pulled = watched_pulls(monkeypatch)
     for record in records[1:4]:
         assert weights_of(follower, record) == weights_of(trainer, record)
-    weights = [key for key in pulled if key.endswith((WEIGHTS, DELTA))]
-    assert weights == [f"{record.path}/{DELTA}" for record in records[1:4]]
+    assert pulled == [f"{record.path}/{DELTA}" for record in records[1:4]]
     pulled.clear()
     assert weights_of(late, records[6]) == weights_of(trainer, records[6])
-    weights = [key for key in pulled if key.endswith((WEIGHTS, DELTA))]
-    assert sorted(weights) == [f"{records[4].path}/{WEIGHTS}", *(f"{r.path}/{DELTA}" for r in records[5:])]
+    assert sorted(pulled) == [f"{records[4].path}/{WEIGHTS}", *(f"{r.path}/{DELTA}" for r in records[5:])]
     assert [folder.name for folder in (late.root / "policies").iterdir()] == [records[6].path.rpartition("/")[2]]
 
 
@@ -107,8 +115,7 @@ def test_a_trainer_that_starts_again_begins_with_whole_weights(node: Node, train
 
 def test_a_base_that_is_damaged_at_the_trainer_is_not_built_upon(node: Node, trainer: BucketStore) -> None:
     (base,) = published(trainer, range(1))
-    file = trainer.root / base.path / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    flip(trainer.root / base.path / WEIGHTS)
     record = publish(trainer, 1, write=write_weights(1))
     assert WEIGHTS in stored(trainer, record)
     assert weights_of(node("generator"), record) == (trainer.root / record.path / WEIGHTS).read_bytes()
@@ -180,9 +187,7 @@ def test_the_base_of_adapters_stays_in_the_cache(node: Node, monkeypatch: pytest
     base = publish(trainer, 0)
     adapters = [publish_adapter(trainer, version, base) for version in range(1, 5)]
     monkeypatch.setattr(pulled, "_IN_USE_SECONDS", -1.0)  # what is not kept is evicted at once
-    keys: list[str] = []
-    get = ObjectStore.get
-    monkeypatch.setattr(ObjectStore, "get", lambda self, key, path: (keys.append(key), get(self, key, path))[1])
+    keys = watched_pulls(monkeypatch)
     for record in adapters:
         assert reader.open(record).base is not None
     assert keys.count(f"{base.path}/{WEIGHTS}") == 1
@@ -191,8 +196,5 @@ def test_the_base_of_adapters_stays_in_the_cache(node: Node, monkeypatch: pytest
 def test_a_damaged_delta_in_the_bucket_is_found_by_the_comparison_of_copies(trainer: BucketStore) -> None:
     records = published(trainer, range(3))
     assert not trainer.check_copies().damaged
-    key = f"{records[2].path}/{DELTA}"
-    content = bytearray(trainer.objects.read(key, 1 << 30))
-    content[20] ^= 1
-    trainer.objects.write(key, bytes(content))
+    flip_object(trainer.objects, f"{records[2].path}/{DELTA}", 20)
     assert list(trainer.check_copies().damaged) == [records[2].path]

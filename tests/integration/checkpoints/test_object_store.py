@@ -16,22 +16,31 @@ import torch
 from rollmesh.checkpoints.batches import batch_path
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.errors import CheckpointError, ConfigError, Reason
+from rollmesh.types import PolicyRecord
 
-from ...kit.checkpoint_samples import CURSOR, make_batch, publish, step_settings, write_batch
+from ...kit.checkpoint_samples import (
+    CURSOR,
+    SECRET,
+    flip,
+    flip_object,
+    make_batch,
+    publish,
+    refused,
+    step_settings,
+    write_batch,
+)
 from ...kit.ledger import read_ledger
 from ...kit.s3_server import Bucket
-from .conftest import SECRET
 
 Node = Callable[..., CheckpointStore]
 
 
-def refusal(store: CheckpointStore, record) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        store.open(record)
-    return str(caught.value.reason)
+def refusal(store: CheckpointStore, record: PolicyRecord) -> str:
+    return refused(store.open, record).reason
 
 
 def objects(store: CheckpointStore) -> ObjectStore:
@@ -39,30 +48,37 @@ def objects(store: CheckpointStore) -> ObjectStore:
     return store.objects
 
 
-def test_another_node_opens_a_policy_and_keeps_it(node: Node) -> None:
+def away(self: ObjectStore, source: Path, key: str) -> bool:
+    raise CheckpointError("away", reason=Reason.UNREACHABLE)
+
+
+def act_before_the_next_batch(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Let another trainer act before the bucket gets the next batch file."""
+    put_new = ObjectStore.put_new
+
+    def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
+        monkeypatch.setattr(ObjectStore, "put_new", put_new)
+        action()
+        return put_new(self, source, key)
+
+    monkeypatch.setattr(ObjectStore, "put_new", overtaken)
+
+
+def test_another_node_opens_a_policy_without_a_listing_and_keeps_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = publish(node("trainer"), 3, step=2)
     reader = node("generator")
+    monkeypatch.setattr(ObjectStore, "sizes", lambda *_: pytest.fail("a reader lists"))
     policy = reader.open(record)
     assert policy.folder == reader.root / record.path
     assert policy.manifest.policy_version == 3
     assert (policy.folder / "model.safetensors").read_bytes() == (
         node("trainer").root / record.path / "model.safetensors"
     ).read_bytes()
-
-    class Gone(ObjectStore):
-        def read(self, key: str, most: int, start: int = 0) -> bytes:
-            raise AssertionError("the bucket is asked for what is here")
-
-        get = sizes = read  # type: ignore[assignment]
-
-    objects(reader).__class__ = Gone
+    for call in ("read", "get"):
+        monkeypatch.setattr(ObjectStore, call, lambda *_: pytest.fail("the bucket is asked for what is here"))
     assert reader.open(record).folder == policy.folder
-
-
-def test_readers_never_list(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = publish(node("trainer"), 0)
-    monkeypatch.setattr(ObjectStore, "sizes", lambda *_: pytest.fail("a reader lists"))
-    node("generator").open(record)
 
 
 def test_a_writer_that_dies_half_way_leaves_nothing_that_can_be_read(
@@ -103,21 +119,12 @@ def test_what_is_damaged_in_the_bucket_is_refused_with_the_reason(
     assert refusal(node("generator"), record) == reason
 
 
-def test_a_manifest_of_another_version_is_not_the_one_that_was_announced(node: Node) -> None:
-    writer = node("trainer")
-    first, second = publish(writer, 0), publish(writer, 1)
-    objects(writer).write(
-        f"{second.path}/{MANIFEST_FILE}", objects(writer).read(f"{first.path}/{MANIFEST_FILE}", 1 << 20)
-    )
-    assert refusal(node("generator"), second) == Reason.TAMPERED
-
-
 def test_a_damaged_copy_of_a_node_is_pulled_again(node: Node) -> None:
     record = publish(node("trainer"), 0)
     reader = node("generator")
     file = reader.open(record).folder / "model.safetensors"
     content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip(file)
     reader.open(record)
     assert file.read_bytes() == content
 
@@ -219,10 +226,6 @@ def test_a_batch_file_counts_once_the_bucket_has_it(node: Node, monkeypatch: pyt
     assert other.batch_footer(1).payload_sha256 == digest
     assert not (other.root / "batches").exists()  # a footer is read without the trajectories
     assert [g.group_id for g in other.read_batch(1).groups] == ["e0-2", "e0-3"]
-
-    def away(self: ObjectStore, source: Path, key: str) -> bool:
-        raise CheckpointError("away", reason=Reason.UNREACHABLE)
-
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
         patched.setattr(ObjectStore, "put_new", away)
         write_batch(writer, make_batch(2, ["e0-7", "e0-8"]), CURSOR)
@@ -236,9 +239,6 @@ def test_a_batch_file_counts_once_the_bucket_has_it(node: Node, monkeypatch: pyt
 def test_a_batch_file_that_never_left_its_node_is_not_what_a_replay_there_trains_on(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(self: ObjectStore, source: Path, key: str) -> bool:
-        raise CheckpointError("away", reason=Reason.UNREACHABLE)
-
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
         patched.setattr(ObjectStore, "put_new", away)
         write_batch(node("first"), make_batch(1, ["e0-7", "e0-8"]), CURSOR)
@@ -252,17 +252,9 @@ def test_a_batch_file_that_never_left_its_node_is_not_what_a_replay_there_trains
 def test_of_two_trainers_that_write_a_step_at_once_the_first_one_counts(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_new = ObjectStore.put_new
-
-    def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
-        monkeypatch.setattr(ObjectStore, "put_new", put_new)
-        write_batch(node("newer"), make_batch(1), CURSOR)
-        return put_new(self, source, key)
-
-    monkeypatch.setattr(ObjectStore, "put_new", overtaken)
-    with pytest.raises(CheckpointError, match="already has a batch of other groups") as refused:
-        write_batch(node("older"), make_batch(1, ["e0-7", "e0-8"]), CURSOR)
-    assert refused.value.reason == Reason.MISMATCH
+    act_before_the_next_batch(monkeypatch, lambda: write_batch(node("newer"), make_batch(1), CURSOR))
+    late = make_batch(1, ["e0-7", "e0-8"])
+    assert refused(write_batch, node("older"), late, CURSOR).reason == Reason.MISMATCH
     assert [g.group_id for g in node("older").read_batch(1).groups] == ["e0-2", "e0-3"]
     # An answer that was lost on the way: the same batch is written again, and that is fine.
     assert write_batch(node("newer"), make_batch(1), CURSOR) == node("older").batch_footer(1).payload_sha256
@@ -272,14 +264,7 @@ def test_of_two_trainers_with_the_same_groups_the_settings_of_the_first_one_coun
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (step_settings(rate) for rate in (1e-3, 1e-4))
-    put_new = ObjectStore.put_new
-
-    def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
-        monkeypatch.setattr(ObjectStore, "put_new", put_new)
-        write_batch(node("first"), make_batch(1), CURSOR, settings=first)
-        return put_new(self, source, key)
-
-    monkeypatch.setattr(ObjectStore, "put_new", overtaken)
+    act_before_the_next_batch(monkeypatch, lambda: write_batch(node("first"), make_batch(1), CURSOR, settings=first))
     late = node("late")
     write_batch(late, make_batch(1), CURSOR, settings=second)
     assert late.stored_batch(1).footer == node("other").batch_footer(1)
@@ -293,28 +278,21 @@ def test_a_batch_file_whose_footer_cannot_be_read_for_now_is_not_replaced(
         def read(self, size: int | None = -1) -> bytes:
             raise ConnectionResetError("connection reset by peer")
 
-    put_new = ObjectStore.put_new
-
-    def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
-        patched.setattr(ObjectStore, "put_new", put_new)
+    def write_first() -> None:
         write_batch(node("first"), make_batch(1), CURSOR)
         patched.setattr(ObjectStore, "open", lambda *_: Interrupted(bytes(1000)))
-        return put_new(self, source, key)
 
-    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="connection reset") as caught:
-        patched.setattr(ObjectStore, "put_new", overtaken)
-        write_batch(node("late"), make_batch(1, ["e0-7", "e0-8"]), CURSOR)
-    assert caught.value.reason == Reason.UNREACHABLE
+    with monkeypatch.context() as patched:
+        act_before_the_next_batch(patched, write_first)
+        error = refused(write_batch, node("late"), make_batch(1, ["e0-7", "e0-8"]), CURSOR)
+    assert error.reason == Reason.UNREACHABLE
     assert node("other").batch_footer(1).group_ids == ["e0-2", "e0-3"]
 
 
 def test_a_damaged_batch_file_of_a_node_is_pulled_again_and_one_of_the_bucket_is_replaced(node: Node) -> None:
     writer = node("trainer")
     digest = write_batch(writer, make_batch(1), CURSOR)
-    path = batch_path(writer.root, 1)
-    content = bytearray(path.read_bytes())
-    content[40] ^= 1
-    path.write_bytes(content)
+    flip(batch_path(writer.root, 1), 40)
     assert [g.group_id for g in writer.read_batch(1).groups] == ["e0-2", "e0-3"]
     objects(writer).write("batches/00000001.pb", b"torn")
     assert write_batch(writer, make_batch(1), CURSOR) == digest == node("other").batch_footer(1).payload_sha256
@@ -331,6 +309,16 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.randn(4, 3, generator=generator), "step": torch.tensor(float(seed))}
 
 
+def loaded(store: CheckpointStore) -> CommittedState:
+    """Load the newest state, which is of step 1, and compare it."""
+    state = store.latest_committed()
+    assert state is not None and state.train_step == 1
+    empty = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
+    assert store.load_state(state, empty) == {"lr_step": 1}
+    assert all(torch.equal(empty[name], t) for name, t in tensors(1).items())
+    return state
+
+
 def save(store: CheckpointStore, step: int) -> None:
     store.save_state(session="abc", train_step=step, rollback_count=0, tensors=tensors(step), extra={"lr_step": step})
 
@@ -343,19 +331,13 @@ def test_a_state_is_loaded_on_another_node_and_counts_only_when_all_of_it_got_th
     put = ObjectStore.put
 
     def refuses(self: ObjectStore, source: Path, key: str) -> None:
-        if key.endswith("COMMITTED"):
-            raise CheckpointError("away", reason=Reason.UNREACHABLE)
-        put(self, source, key)
+        (away if key.endswith("COMMITTED") else put)(self, source, key)
 
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
         patched.setattr(ObjectStore, "put", refuses)
         save(writer, 2)
     for store in (writer, node("other")):
-        state = store.latest_committed()
-        assert state is not None and state.train_step == 1
-        empty = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
-        assert store.load_state(state, empty) == {"lr_step": 1}
-        assert torch.equal(empty["weight"], tensors(1)["weight"])
+        loaded(store)
     save(writer, 2)
     write_batch(writer, make_batch(1), CURSOR)
     write_batch(writer, make_batch(2), CURSOR)
@@ -368,16 +350,10 @@ def test_a_state_is_loaded_on_another_node_and_counts_only_when_all_of_it_got_th
 def test_a_damaged_copy_of_a_state_is_pulled_again(node: Node) -> None:
     save(node("trainer"), 1)
     store = node("other")
-    state = store.latest_committed()
-    assert state is not None
-    empty = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
-    store.load_state(state, empty)
-    (file,) = state.folder.glob("*.safetensors")
+    (file,) = loaded(store).folder.glob("*.safetensors")
     content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    again = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
-    assert store.load_state(state, again) == {"lr_step": 1}
-    assert all(torch.equal(again[name], t) for name, t in tensors(1).items())
+    flip(file)
+    loaded(store)
     assert file.read_bytes() == content
 
 
@@ -385,23 +361,15 @@ def test_a_state_that_is_damaged_in_the_bucket_is_refused_with_the_reason(node: 
     writer = node("trainer")
     save(writer, 1)
     (key,) = (key for key in objects(writer).sizes("states") if key.endswith(".safetensors"))
-    content = objects(writer).read(key, 1 << 20)
-    objects(writer).write(key, content[:-1] + bytes([content[-1] ^ 1]))
-    store = node("other")
-    state = store.latest_committed()
-    assert state is not None
-    with pytest.raises(CheckpointError) as refused:
-        store.load_state(state, {name: torch.zeros_like(t) for name, t in tensors(1).items()})
-    assert refused.value.reason == Reason.TAMPERED
+    flip_object(objects(writer), key)
+    assert refused(loaded, node("other")).reason == Reason.TAMPERED
 
 
 def test_nodes_agree_on_the_identity_of_the_store(node: Node) -> None:
     assert node("trainer").lineage() == node("gateway").lineage() != ""
 
 
-def test_an_unreachable_store_is_waited_for_and_then_named(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_store_is_waited_for_and_then_named(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url}, retry_seconds=20.0)
     tries, pipe = [], store._files.pipe_file
 
@@ -415,10 +383,10 @@ def test_an_unreachable_store_is_waited_for_and_then_named(
     store.write("key", b"value")
     assert len(tries) == 3 and store.read("key", 100) == b"value"
 
-    away = ObjectStore("s3://nowhere/x", {"endpoint_url": "http://127.0.0.1:9"}, retry_seconds=0.5)
-    with pytest.raises(CheckpointError, match="s3://nowhere/x: writing key failed") as caught:
-        away.write("key", b"value")
-    assert caught.value.reason == Reason.UNREACHABLE
+    unreachable = ObjectStore("s3://nowhere/x", {"endpoint_url": "http://127.0.0.1:9"}, retry_seconds=0.5)
+    error = refused(unreachable.write, "key", b"value")
+    assert "s3://nowhere/x: writing key failed" in str(error)
+    assert error.reason == Reason.UNREACHABLE
 
 
 def test_a_full_disk_of_the_node_is_named_at_once_and_is_no_outage(
@@ -432,9 +400,9 @@ def test_a_full_disk_of_the_node_is_named_at_once_and_is_no_outage(
         raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr(store._files, "get_file", full)
-    with pytest.raises(CheckpointError, match="disk full while writing a copy of key") as caught:
-        store.get("key", tmp_path / "key")
-    assert (caught.value.reason, len(tries)) == (Reason.DISK_FULL, 1)
+    error = refused(store.get, "key", tmp_path / "key")
+    assert "disk full while writing a copy of key, " in str(error)
+    assert (error.reason, len(tries)) == (Reason.DISK_FULL, 1)
     assert list(tmp_path.iterdir()) == []
 
 

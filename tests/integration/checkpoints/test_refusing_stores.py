@@ -16,6 +16,7 @@ from rollmesh.errors import CheckpointError, Reason
 from rollmesh.runtime.health import Waits
 
 from ...kit.certificates import Authority
+from ...kit.checkpoint_samples import refused
 from ...kit.s3_server import Bucket
 
 
@@ -46,15 +47,12 @@ def test_a_refusal_that_cannot_pass_is_a_final_error_with_a_remedy_at_once(
     bucket = Bucket(tmp_path / "s3.log", fault)
     try:
         store = ObjectStore(f"s3://{bucket.name}/runs/x", {"endpoint_url": bucket.url}, retry_seconds=3600.0)
-        with pytest.raises(CheckpointError) as caught:
-            use(store, tmp_path)
+        error = refused(use, store, tmp_path)
     finally:
         bucket.stop()
-    assert caught.value.reason == Reason.REFUSED and caught.value.final
-    assert caught.value.outside and not caught.value.passing
-    assert f"s3://{bucket.name}/runs/x" in str(caught.value)
-    for remedy in remedies:
-        assert remedy in str(caught.value)
+    assert error.reason == Reason.REFUSED and error.final and error.outside and not error.passing
+    for part in (f"s3://{bucket.name}/runs/x", *remedies):
+        assert part in str(error)
 
 
 def test_the_documented_switch_of_the_checksums_serves_a_server_without_them(
@@ -88,15 +86,15 @@ def test_an_outage_shows_its_error_while_it_is_waited_for_and_no_more_afterwards
     assert waits.text() == ""
 
 
-def test_a_missing_bucket_and_an_endpoint_that_is_none_are_refusals(bucket: Bucket) -> None:
-    away = ObjectStore("s3://nowhere/x", {"endpoint_url": bucket.url}, retry_seconds=3600.0)
-    with pytest.raises(CheckpointError, match="create the bucket, or correct checkpoints.folder") as caught:
-        away.write("key", b"value")
-    assert caught.value.reason == Reason.REFUSED
-    nothing = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": "minio:9000"}, retry_seconds=3600.0)
-    with pytest.raises(CheckpointError, match="correct endpoint_url in checkpoints.object_store") as caught:
-        nothing.write("key", b"value")
-    assert caught.value.reason == Reason.REFUSED
+def test_a_missing_bucket_an_endpoint_that_is_none_and_http_behind_https_are_refusals(bucket: Bucket) -> None:
+    for name, url, remedy in (
+        ("nowhere", bucket.url, "create the bucket, or correct checkpoints.folder"),
+        (bucket.name, "minio:9000", "correct endpoint_url in checkpoints.object_store"),
+        (bucket.name, bucket.url.replace("http:", "https:"), "does not speak TLS: use http://"),
+    ):
+        store = ObjectStore(f"s3://{name}/x", {"endpoint_url": url}, retry_seconds=3600.0)
+        error = refused(store.write, "key", b"value")
+        assert remedy in str(error) and error.reason == Reason.REFUSED
 
 
 def test_a_client_without_credentials_is_told_to_have_some(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +102,8 @@ def test_a_client_without_credentials_is_told_to_have_some(bucket: Bucket, monke
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url}, retry_seconds=3600.0)
-    with pytest.raises(CheckpointError, match="set the credentials in the environment") as caught:
-        store.write("key", b"value")
-    assert caught.value.reason == Reason.REFUSED
+    error = refused(store.write, "key", b"value")
+    assert "set the credentials in the environment" in str(error) and error.reason == Reason.REFUSED
 
 
 @pytest.mark.parametrize("expired", [False, True])
@@ -124,15 +121,7 @@ def test_a_certificate_of_an_unknown_authority_is_a_refusal_and_an_expired_one_a
         threading.Thread(target=server.serve_forever, daemon=True).start()
         options = {"endpoint_url": f"https://127.0.0.1:{server.server_port}"}
         store = ObjectStore("s3://bucket/x", options, retry_seconds=0.1 if expired else 3600.0)
-        with pytest.raises(CheckpointError, match="has expired" if expired else "set AWS_CA_BUNDLE") as caught:
-            store.write("key", b"value")
+        error = refused(store.write, "key", b"value")
         server.shutdown()
-    assert caught.value.reason == (Reason.UNREACHABLE if expired else Reason.REFUSED)
-
-
-def test_an_endpoint_with_https_that_speaks_http_is_a_refusal(bucket: Bucket) -> None:
-    options = {"endpoint_url": bucket.url.replace("http:", "https:")}
-    store = ObjectStore(f"s3://{bucket.name}/x", options, retry_seconds=3600.0)
-    with pytest.raises(CheckpointError, match="does not speak TLS: use http://") as caught:
-        store.write("key", b"value")
-    assert caught.value.reason == Reason.REFUSED
+    assert ("has expired" if expired else "set AWS_CA_BUNDLE") in str(error)
+    assert error.reason == (Reason.UNREACHABLE if expired else Reason.REFUSED)

@@ -16,8 +16,9 @@ from rollmesh.launcher.evaluations import evaluate_version
 from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
-from rollmesh.types import GeneratorRecord, PolicyRecord
+from rollmesh.types import PolicyRecord
 
+from ...kit.records import generator_record
 from .test_launcher_outages import config
 
 NEWEST = 2
@@ -49,14 +50,10 @@ async def register(
     mesh: LocalMesh, served: int, refused: int | None = None, count: int = 0, *, serving: bool = True
 ) -> None:
     await mesh.store.generators.register(
-        GeneratorRecord(
-            instance_id="generator-0",
-            address="127.0.0.1:1",
+        generator_record(
+            "generator-0",
             policy_version=served,
-            running_count=0,
-            waiting_count=0,
             slot_count=4,
-            kv_token_capacity=64,
             serving=serving,
             refused_version=refused,
             refused_count=count,

@@ -132,13 +132,10 @@ def test_a_known_error_ends_the_service_with_one_clear_line(error: str, status: 
 @pytest.mark.skipif(sys.platform != "linux", reason="parent death signals are Linux's")
 def test_a_service_lives_while_its_launcher_is_an_ancestor_whatever_its_process_id() -> None:
     launcher = str(os.getpid())
-    direct = subprocess.run([sys.executable, "-c", SUPERVISED, launcher], capture_output=True, text=True, timeout=60)
-    assert (direct.returncode, direct.stdout) == (0, "lives\n")
-    command = [sys.executable, "-c", THROUGH_ANOTHER, "-c", SUPERVISED, launcher]
-    through = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (through.returncode, through.stdout) == (0, "lives\n")
-    of_process_one = subprocess.run([sys.executable, "-c", SUPERVISED, "1"], capture_output=True, text=True, timeout=60)
-    assert of_process_one.stdout == "lives\n", "process 1 is everyone's ancestor"
+    through_another = [THROUGH_ANOTHER, "-c", SUPERVISED, launcher]
+    for arguments in ([SUPERVISED, launcher], through_another, [SUPERVISED, "1"]):  # process 1 is everyone's ancestor
+        done = subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "lives\n")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="parent death signals are Linux's")
@@ -180,9 +177,6 @@ def test_nothing_is_collected_during_imports_and_the_collector_works_again_after
         raise ImportError
     assert gc.isenabled()
     assert gc.get_freeze_count() == frozen, "the garbage of another program's process stays"
-
-
-def test_a_disabled_collector_stays_off() -> None:
     gc.disable()
     try:
         with many_imports():

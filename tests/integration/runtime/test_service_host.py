@@ -159,10 +159,11 @@ async def test_without_tls_the_names_are_announced_and_have_no_series() -> None:
         assert await port.samples() == {name: [] for name in NAMES}
 
 
-async def test_a_service_is_healthy_while_its_loops_live_whether_ready_or_not() -> None:
-    health = Health()
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_service_is_healthy_while_its_loops_live_whether_ready_or_not(authority: Authority, tls: bool) -> None:
+    health, security = Health(), guarded(authority.issue("server")) if tls else OPEN
     health.set_ready(False, "no policy yet")
-    async with admin_server(Metrics("generator"), health, "127.0.0.1") as port:
+    async with admin_server(Metrics("generator"), health, "127.0.0.1", 0, security) as port:
         assert await asyncio.to_thread(check, port) == ""
         health.watch("loop", deadline_seconds=-1.0)
         assert "loop" in await asyncio.to_thread(check, port)
@@ -179,10 +180,3 @@ def test_the_check_loads_nothing_but_the_standard_library() -> None:
     script = "import sys, rollmesh.runtime.healthcheck as h; print(sorted({m.split('.')[0] for m in sys.modules}))"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert not {"grpc", "fastapi", "pydantic", "numpy", "httpx"} & set(ast.literal_eval(out))
-
-
-async def test_a_port_with_certificates_is_asked_over_tls(tmp_path: Path) -> None:
-    tls = Authority(tmp_path / "ours").issue("server").section()
-    security = PortSecurity.from_config(SecurityConfig.model_validate({"tls": tls}))
-    async with admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, security) as port:
-        assert await asyncio.to_thread(check, port) == ""

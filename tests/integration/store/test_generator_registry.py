@@ -13,22 +13,14 @@ from rollmesh.types import GeneratorRecord, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
 from rollmesh.worker.generator_pool import GeneratorPool
 
+from ...kit.records import generator_record
 from .store_mesh import Mesh, earlier_state, policy, prompt, segment
 
 TTL = 600.0
 
 
 def record(name: str, *, version: int = 0, slots: int = 8, running: int = 0) -> GeneratorRecord:
-    return GeneratorRecord(
-        instance_id=name,
-        address=f"{name}:1",
-        policy_version=version,
-        running_count=running,
-        waiting_count=0,
-        slot_count=slots,
-        kv_token_capacity=1024,
-        serving=True,
-    )
+    return generator_record(name, policy_version=version, running_count=running, slot_count=slots)
 
 
 def held(number: int, min_version: int = 0) -> ActiveTrajectory:

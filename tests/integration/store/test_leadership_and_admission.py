@@ -12,6 +12,7 @@ from rollmesh.store import EvalRequest, EvalResult, TrajectoryStore
 from rollmesh.store.policy_registry import HeldPin
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
+from ...kit.records import generator_record
 from .store_mesh import Mesh, group, policy
 from .stored_keys import read_truth
 
@@ -106,15 +107,10 @@ async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) 
 
 async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore) -> None:
     def record(instance_id: str, running: int) -> GeneratorRecord:
-        return GeneratorRecord(
-            instance_id=instance_id,
-            address="127.0.0.1:1",
-            policy_version=0,
+        return generator_record(
+            instance_id,
             running_count=running,
-            waiting_count=0,
             slot_count=4,
-            kv_token_capacity=100,
-            serving=True,
             work=GeneratorWork(
                 prefill_tokens=100,
                 reprefill_tokens=7,

@@ -19,9 +19,9 @@ from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import EmbeddedServer, ReRegistered, TrajectoryStore
 from rollmesh.store.redis_connection import StoreCallMetrics
-from rollmesh.types import GeneratorRecord
 from rollmesh.worker.worker_session import WorkerSession
 
+from ...kit.records import generator_record
 from .store_mesh import Mesh, earlier_state, policy
 
 
@@ -205,16 +205,7 @@ async def test_a_clock_that_was_set_back_does_not_keep_a_dead_leader_in_the_lead
 
 async def test_a_clock_that_was_set_back_does_not_keep_a_dead_generator_in_the_registry(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, session_ttl_seconds=CLOCK_TTL)
-    dead = GeneratorRecord(
-        instance_id="dead",
-        address="dead:1",
-        policy_version=0,
-        running_count=0,
-        waiting_count=0,
-        slot_count=8,
-        kv_token_capacity=1024,
-        serving=True,
-    )
+    dead = generator_record("dead")
     await store.generators.register(dead, CLOCK_TTL)
     await set_back(store)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollmesh.store import EmbeddedServer
-from rollmesh.types import GeneratorRecord
 
+from ...kit.records import generator_record
 from .trainer_run import opened_run, write_run_file
 
 
@@ -16,17 +16,7 @@ async def test_versions_that_a_generator_serves_or_loads_stay_however_many_follo
     config = write_run_file(
         tmp_path / "run", tiny_model, server, trainer={"train_steps": 6}, checkpoints={"keep_last": 2}
     )
-    slow = GeneratorRecord(
-        instance_id="slow",
-        address="127.0.0.1:1",
-        policy_version=1,
-        loading_version=3,
-        running_count=0,
-        waiting_count=0,
-        slot_count=8,
-        kv_token_capacity=1024,
-        serving=True,
-    )
+    slow = generator_record("slow", policy_version=1, loading_version=3)
     async with opened_run(config) as run:
         await run.store.generators.register(slow, ttl=600)
         run.start()

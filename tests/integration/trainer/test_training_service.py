@@ -19,10 +19,11 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, Score
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.service.step_summaries import reported
-from rollmesh.types import GeneratorRecord, GeneratorWork, OutcomeKind, RewardOutcome
+from rollmesh.types import GeneratorWork, OutcomeKind, RewardOutcome
 from rollmesh.worker.trajectory_scoring import shape
 
 from ...kit.ledger import read_ledger
+from ...kit.records import generator_record
 from .trainer_run import GROUPS, MEMBERS, SECRET, START_SECONDS, opened_run, write_run_file
 
 pytestmark = pytest.mark.slow
@@ -34,17 +35,7 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
     config = write_run_file(tmp_path / "run", tiny_model, server)
     async with opened_run(config) as run:
         # No generator runs here: this one is what the trainer is told.
-        told = GeneratorRecord(
-            instance_id="told",
-            address="127.0.0.1:1",
-            policy_version=0,
-            running_count=0,
-            waiting_count=0,
-            slot_count=1,
-            kv_token_capacity=1,
-            serving=True,
-            work=GeneratorWork(prefill_tokens=1, generated_tokens=1_000_000),
-        )
+        told = generator_record("told", slot_count=1, work=GeneratorWork(prefill_tokens=1, generated_tokens=1_000_000))
         await run.store.generators.register(told, ttl=600)
         run.start(fresh=True)
         async with run.fed(4):

@@ -27,6 +27,8 @@ from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
 from rollmesh.worker.known_policies import NewestPolicy
 
+from ...kit.records import generator_record
+
 T = TypeVar("T")
 
 
@@ -128,16 +130,7 @@ async def served(
     service = GenerationService(engine, state, metrics, _no_load, empty_chunk_interval(chunk_timeout_seconds))
     stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     await server.start()
-    record = GeneratorRecord(
-        instance_id=state.instance_id,
-        address=state.address,
-        policy_version=0,
-        running_count=0,
-        waiting_count=0,
-        slot_count=engine.status().slot_count,
-        kv_token_capacity=1 << 16,
-        serving=True,
-    )
+    record = generator_record(state.instance_id, address=state.address, slot_count=engine.status().slot_count)
     limits = CallLimits(
         vocab_size=vocab_size,
         max_context_tokens=max_context_tokens,

@@ -10,7 +10,8 @@ from rollmesh.launcher.progress_panel import TRAINING, RunProgress
 from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import Desired, MeshView
 from rollmesh.report.console import OutputConsole
-from rollmesh.types import GeneratorRecord
+
+from ...kit.records import generator_record
 
 
 def view(**changes) -> MeshView:
@@ -43,16 +44,7 @@ def view(**changes) -> MeshView:
 
 
 def sample(serving=True, pinned=None, **changes) -> MeshSample:
-    generator = GeneratorRecord(
-        instance_id="a",
-        address="a:1",
-        policy_version=6,
-        running_count=1,
-        waiting_count=0,
-        slot_count=8,
-        kv_token_capacity=100,
-        serving=serving,
-    )
+    generator = generator_record("a", policy_version=6, running_count=1, serving=serving)
     return MeshSample(
         t=1.0,
         view=view(**changes),

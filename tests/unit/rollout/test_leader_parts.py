@@ -18,20 +18,12 @@ from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
 
+from ...kit.records import generator_record
+
 
 def generator(refused: int | None, count: int = 1) -> GeneratorRecord:
-    return GeneratorRecord(
-        instance_id=f"{refused}-{count}",
-        address="127.0.0.1:1",
-        policy_version=0,
-        running_count=0,
-        waiting_count=0,
-        slot_count=4,
-        kv_token_capacity=64,
-        serving=True,
-        refused_version=refused,
-        refused_count=count,
-        refused_reason="canary: nan",
+    return generator_record(
+        f"{refused}-{count}", slot_count=4, refused_version=refused, refused_count=count, refused_reason="canary: nan"
     )
 
 
@@ -66,17 +58,8 @@ def test_a_generator_that_serves_or_has_not_answered_yet_keeps_the_run_going() -
         assert refused_by_all(2, generators) is None
 
 
-RECORD = GeneratorRecord(
-    instance_id="a",
-    address="a:1",
-    policy_version=0,
-    running_count=4,
-    waiting_count=2,
-    slot_count=4,
-    kv_token_capacity=1000,
-    serving=True,
-    kv_tokens_used=600,
-    preemption_total=3,
+RECORD = generator_record(
+    "a", running_count=4, waiting_count=2, slot_count=4, kv_token_capacity=1000, kv_tokens_used=600, preemption_total=3
 )
 
 

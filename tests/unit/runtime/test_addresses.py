@@ -27,24 +27,19 @@ def run_with(**network: Any) -> RunConfig:
     return RunConfig.model_validate(data)
 
 
-def test_a_run_on_one_machine_binds_to_the_launchers_host() -> None:
-    config = run_with()
-
-    assert bind_host(config) == "127.0.0.1"
-    assert advertised(config, 7) == "127.0.0.1:7"
-    assert instance_name(config, "rollout", 3) == "rollout-3"
-
-
-def test_a_pod_binds_to_everything_and_tells_its_own_address_and_name() -> None:
-    config = run_with(host="0.0.0.0", advertise_host="10.1.2.3", instance="mesh-rollout-5c9d-xk2lp")
-
-    assert bind_host(config) == "0.0.0.0"
-    assert advertised(config, 7070) == "10.1.2.3:7070"
-    assert instance_name(config, "rollout", 0) == "mesh-rollout-5c9d-xk2lp"
-
-
-def test_an_ipv6_address_is_told_in_brackets() -> None:
-    assert advertised(run_with(host="::", advertise_host="fd00::5"), 7070) == "[fd00::5]:7070"
+@pytest.mark.parametrize(
+    ("network", "bound", "told", "name"),
+    [
+        ({}, "127.0.0.1", "127.0.0.1:7", "rollout-3"),
+        ({"host": "0.0.0.0", "advertise_host": "10.1.2.3", "instance": "a-pod"}, "0.0.0.0", "10.1.2.3:7", "a-pod"),
+        ({"host": "::", "advertise_host": "fd00::5"}, "::", "[fd00::5]:7", "rollout-3"),
+    ],
+)
+def test_a_process_binds_to_one_address_and_tells_another(
+    network: dict[str, str], bound: str, told: str, name: str
+) -> None:
+    config = run_with(**network)
+    assert (bind_host(config), advertised(config, 7), instance_name(config, "rollout", 3)) == (bound, told, name)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from rollmesh.runtime.growing_files import JsonLinesTail
 
@@ -30,31 +33,23 @@ def test_a_tail_reads_each_complete_line_once(tmp_path: Path) -> None:
     assert [line["train_step"] for line in tail.read()] == [2]
 
 
-def test_a_tail_starts_over_when_a_restarted_trainer_has_replaced_the_file_by_a_longer_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write", "new"),
+    [
+        (_replace, _lines(0, 1, 2, 3, note="replayed after a kill, so lines differ in length")),
+        (_replace, _lines(0, 1)),
+        (Path.write_bytes, _lines(0, 1, 2, 3, note="of another length")),
+    ],
+)
+def test_a_tail_starts_over_when_the_file_was_replaced_or_rewritten(
+    tmp_path: Path, write: Callable[[Path, bytes], object], new: bytes
+) -> None:
     file = tmp_path / "metrics.jsonl"
     tail = JsonLinesTail(file)
     file.write_bytes(_lines(0, 1, 2, note="before"))
     tail.read()
-    _replace(file, _lines(0, 1, 2, 3, note="replayed after a kill, so lines differ in length"))
-    assert [line["train_step"] for line in tail.read()] == [0, 1, 2, 3]
-
-
-def test_a_tail_starts_over_when_the_file_was_rewritten_in_place_and_outgrew_the_read_part(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = JsonLinesTail(file)
-    file.write_bytes(_lines(0, 1, 2))
-    tail.read()
-    file.write_bytes(_lines(0, 1, 2, 3, note="of another length"))
-    assert [line["train_step"] for line in tail.read()] == [0, 1, 2, 3]
-
-
-def test_a_tail_starts_over_when_the_file_shrank(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = JsonLinesTail(file)
-    file.write_bytes(_lines(0, 1, 2))
-    tail.read()
-    _replace(file, _lines(0, 1))
-    assert [line["train_step"] for line in tail.read()] == [0, 1]
+    write(file, new)
+    assert [line["train_step"] for line in tail.read()] == list(range(new.count(b"\n")))
 
 
 def test_a_tail_reports_a_missing_and_a_restarted_file(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import ResolvedName, reward_addresses
 
 from ...kit.certificates import Authority, Certificate
+from ...kit.records import generator_record
 
 
 class Idle(stubs.GenerationServiceServicer):
@@ -41,16 +42,7 @@ def guarded(files: Certificate, token_file: Path) -> PortSecurity:
 
 
 def record(address: str) -> GeneratorRecord:
-    return GeneratorRecord(
-        instance_id="idle",
-        address=address,
-        policy_version=0,
-        running_count=0,
-        waiting_count=0,
-        slot_count=1,
-        kv_token_capacity=1,
-        serving=True,
-    )
+    return generator_record("idle", address=address, slot_count=1)
 
 
 async def test_an_idle_channel_is_replaced_when_certificates_and_token_are_rotated(tmp_path: Path) -> None:

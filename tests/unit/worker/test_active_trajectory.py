@@ -4,16 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.store.queue_types import ReleaseReason
-from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
+from rollmesh.types import FinishReason, Prompt, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 
-
-def segment(ids, version=1, source=SegmentSource.POLICY):
-    ids = np.asarray(ids, np.int32)
-    logprobs = -ids.astype(np.float32) if source is SegmentSource.POLICY else None
-    return Segment(
-        token_ids=ids, behavior_logprobs=logprobs, policy_version=version, kv_min_version=version, source=source
-    )
+from ...kit.records import environment_tokens, policy_tokens
 
 
 def held(*segments):
@@ -28,7 +22,7 @@ def ids_of(segments):
 
 
 def test_a_resumed_trajectory_starts_with_everything_saved():
-    trajectory = held(segment([1, 2]), segment([3], version=4))
+    trajectory = held(policy_tokens([1, 2], version=1), policy_tokens([3], version=4))
     assert trajectory.token_count == trajectory.saved_token_count == 3
     assert trajectory.newest_version == 4
     assert trajectory.unsaved() == []
@@ -40,7 +34,7 @@ def test_unsaved_tokens_are_exactly_those_after_the_saved_count(lengths, data):
     trajectory = held()
     first = 0
     for length in lengths:
-        trajectory.add(segment(range(first, first + length)))
+        trajectory.add(policy_tokens(range(first, first + length), version=1))
         first += length
     trajectory.saved_token_count = data.draw(st.integers(0, first))
     rest = trajectory.unsaved()
@@ -53,15 +47,15 @@ def test_the_next_token_needs_the_newest_segments_version_and_a_new_trajectory_i
     trajectory = held()
     trajectory.set_floors(start=3, call=0)
     assert trajectory.min_version == 3
-    trajectory.add(segment([1], version=2))
+    trajectory.add(policy_tokens([1], version=2))
     assert trajectory.min_version == 2
-    trajectory.add(segment([5], version=0, source=SegmentSource.ENVIRONMENT))
+    trajectory.add(environment_tokens([5], version=0))
     assert trajectory.min_version == 2
     trajectory.set_floors(start=3, call=6)
     assert trajectory.min_version == 6
 
 
-def test_parking_stops_at_the_next_step_and_can_be_taken_back():
+def test_parking_stops_at_the_next_step_and_a_pause_can_be_taken_back_but_not_a_drain_or_a_loss():
     trajectory = held()
     trajectory.park(ReleaseReason.PAUSED)
     with pytest.raises(Parked) as stop:
@@ -70,27 +64,18 @@ def test_parking_stops_at_the_next_step_and_can_be_taken_back():
     trajectory.check_lost()
     trajectory.unpark()
     trajectory.check()
-
-
-def test_a_drain_is_not_taken_back_by_the_end_of_a_pause():
-    trajectory = held()
     trajectory.park(ReleaseReason.DRAINED)
     trajectory.unpark()
     with pytest.raises(Parked):
         trajectory.check()
-
-
-def test_a_lost_trajectory_is_let_go_even_when_parked():
-    trajectory = held()
-    trajectory.park(ReleaseReason.PAUSED)
     trajectory.lose("reaped")
     with pytest.raises(LetGo, match="reaped"):
         trajectory.check()
 
 
 def test_a_restart_forgets_every_token():
-    trajectory = held(segment([1, 2], version=3))
-    trajectory.add(segment([4], version=3))
+    trajectory = held(policy_tokens([1, 2], version=3))
+    trajectory.add(policy_tokens([4], version=3))
     trajectory.restart()
     assert (trajectory.token_count, trajectory.saved_token_count, trajectory.newest_version) == (0, 0, -1)
     assert trajectory.result(FinishReason.STOP).segments == ()
@@ -98,8 +83,8 @@ def test_a_restart_forgets_every_token():
 
 def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
     trajectory = held()
-    trajectory.add(segment(range(5), version=1))
-    trajectory.add(segment(range(5, 9), version=2))
+    trajectory.add(policy_tokens(range(5), version=1))
+    trajectory.add(policy_tokens(range(5, 9), version=2))
     trajectory.trim(7)
     assert (trajectory.token_count, trajectory.newest_version) == (7, 2)
     assert ids_of(trajectory.segments) == list(range(7))
@@ -107,14 +92,14 @@ def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
     trajectory.trim(2)
     assert (trajectory.token_count, trajectory.newest_version) == (4, 1)
     assert trajectory.unsaved() == []
-    trajectory.add(segment([7, 8], version=3))
+    trajectory.add(policy_tokens([7, 8], version=3))
     assert ids_of(trajectory.unsaved()) == [7, 8]
 
 
 def test_observers_are_notified_of_tokens_of_a_pause_and_of_a_loss():
     trajectory, told = held(), []
     trajectory.observe(lambda seen: told.append((seen.token_count, seen.wanted)))
-    trajectory.add(segment([1, 2]))
+    trajectory.add(policy_tokens([1, 2], version=1))
     trajectory.park(ReleaseReason.PAUSED)
     trajectory.unpark()
     trajectory.lose("gone")
@@ -124,7 +109,7 @@ def test_observers_are_notified_of_tokens_of_a_pause_and_of_a_loss():
 def test_a_stop_request_ends_with_the_call_that_it_concerns():
     trajectory = held()
     trajectory.begin_call("a")
-    trajectory.add(segment([1, 2, 3]))
+    trajectory.add(policy_tokens([1, 2, 3], version=1))
     trajectory.request_stop(2)
     assert (trajectory.stop_requested, trajectory.token_count) == (True, 2)
     trajectory.begin_call("b")
@@ -133,9 +118,9 @@ def test_a_stop_request_ends_with_the_call_that_it_concerns():
 
 def test_a_first_token_is_unreported_until_it_is_reported_or_saved_and_again_after_a_registration():
     trajectory = held()
-    trajectory.add(segment([8], version=0, source=SegmentSource.ENVIRONMENT))
+    trajectory.add(environment_tokens([8], version=0))
     assert trajectory.unreported_version is None
-    trajectory.add(segment([1, 2], version=4))
+    trajectory.add(policy_tokens([1, 2], version=4))
     assert trajectory.unreported_version == 4
     trajectory.first_token_reported = True
     assert trajectory.unreported_version is None

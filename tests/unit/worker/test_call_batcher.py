@@ -5,19 +5,6 @@ import pytest
 from rollmesh.worker.saving import CallBatcher
 
 
-async def test_items_of_one_moment_travel_in_one_call():
-    calls = []
-
-    async def call(items):
-        calls.append(items)
-        return [item * 10 for item in items]
-
-    lane = CallBatcher(call, limit=100)
-    results = await asyncio.gather(*(lane.submit(i) for i in range(20)))
-    assert results == [i * 10 for i in range(20)]
-    assert calls == [list(range(20))]
-
-
 async def test_what_arrives_during_a_call_waits_and_travels_together():
     calls, gate = [], asyncio.Event()
 
@@ -37,23 +24,17 @@ async def test_what_arrives_during_a_call_waits_and_travels_together():
     assert calls == [["a"], ["b", "c", "d"]]
 
 
-async def test_a_call_takes_at_most_the_limit_and_runners_work_side_by_side():
-    calls, running, most = [], 0, 0
+async def test_a_call_takes_at_most_the_limit():
+    calls = []
 
     async def call(items):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
         calls.append(len(items))
         await asyncio.sleep(0)
-        running -= 1
         return items
 
-    lane = CallBatcher(call, limit=3, runners=2)
+    lane = CallBatcher(call, limit=3)  # items of one moment travel together
     assert await asyncio.gather(*(lane.submit(i) for i in range(10))) == list(range(10))
-    assert sum(calls) == 10
-    assert max(calls) == 3
-    assert most == 2
+    assert calls == [3, 3, 3, 1]
 
 
 async def test_an_error_reaches_every_item_of_its_call_and_the_batcher_continues():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -77,9 +79,7 @@ def test_a_full_context_ends_an_answer_before_its_budget():
 
 
 def test_a_pinned_call_takes_no_other_version():
-    pinned = Expected(
-        vocab_size=100, min_version=0, newest_version=5, pinned_version=4, stop_token_ids=(), max_context_tokens=64
-    )
+    pinned = replace(EXPECTED, pinned_version=4)
     check(chunk(version=4), expected=pinned)
     with pytest.raises(GarbageAnswer, match="pinned to 4"):
         check(chunk(version=5), expected=pinned)

@@ -34,19 +34,12 @@ from rollmesh.worker.generation_calls import Acknowledger, Caller, CallLimits, S
 from rollmesh.worker.generator_pool import FIRST_AVOID_SECONDS, GeneratorPool
 from rollmesh.worker.known_policies import NewestPolicy
 
+from ...kit.records import generator_record
+
 PROMPT = 3
 CONTEXT = 400
 BREAK = "break"
-RECORD = GeneratorRecord(
-    instance_id="a",
-    address="a:1",
-    policy_version=0,
-    running_count=0,
-    waiting_count=0,
-    slot_count=1,
-    kv_token_capacity=100,
-    serving=True,
-)
+RECORD = generator_record("a", slot_count=1)
 
 
 class Registry:

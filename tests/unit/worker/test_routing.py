@@ -7,16 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from rollmesh.types import ANY_VERSION, GeneratorRecord, Prompt, Trajectory, VersionNeed
+from rollmesh.types import ANY_VERSION, Prompt, Trajectory, VersionNeed
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generator_pool import GeneratorSlot
 from rollmesh.worker.routing import AFFINITY_SLACK, Candidates, Placement, can_serve, choose_pinned
 
+from ...kit.records import generator_record
+
 
 def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0, capacity=1024, used=0):
-    return GeneratorRecord(
-        instance_id=name,
-        address=f"{name}:1",
+    return generator_record(
+        name,
         policy_version=version,
         running_count=running,
         waiting_count=waiting,
@@ -191,51 +192,25 @@ TestCandidatesByTokens = CandidatesByTokensMachine.TestCase
 TestCandidatesByTokens.settings = MACHINE_SETTINGS
 
 
-def record(name: str, version: int, running: int = 0, serving: bool = True) -> GeneratorRecord:
-    return GeneratorRecord(
-        instance_id=name,
-        address=f"{name}:1",
-        policy_version=version,
-        running_count=running,
-        waiting_count=0,
-        slot_count=8,
-        kv_token_capacity=100,
-        serving=serving,
-    )
-
-
-def test_a_generator_that_serves_the_version_is_held_back_before_an_idle_one_that_must_load_it() -> None:
-    assert choose_pinned([record("a", 4), record("b", 3, running=8)], 3).instance_id == "b"
-
-
-def test_among_equals_the_least_busy_one_is_held_back() -> None:
-    assert choose_pinned([record("a", 3, running=5), record("b", 3, running=1)], 3).instance_id == "b"
-
-
-def test_the_choice_stays_while_the_generator_is_registered_even_while_it_loads() -> None:
-    records = [record("a", 3), record("b", 4, running=8, serving=False)]
-    assert choose_pinned(records, 3, current="b").instance_id == "b"
-    assert choose_pinned(records[:1], 3, current="b").instance_id == "a"
-
-
-def test_without_a_serving_generator_no_call_is_restricted() -> None:
-    assert choose_pinned([record("a", 3, serving=False)], 3) is None
+@pytest.mark.parametrize(
+    ("records", "current", "chosen"),
+    [
+        ([generator("a", 4), generator("b", 3, running=8)], "", "b"),  # before an idle one that must load the version
+        ([generator("a", 3, running=5), generator("b", 3, running=1)], "", "b"),  # the least busy one
+        ([generator("a", 3), generator("b", 4, running=8, serving=False)], "b", "b"),  # stays while it loads
+        ([generator("a", 3)], "b", "a"),
+        ([generator("a", 3, serving=False)], "", None),
+    ],
+)
+def test_the_generator_to_pin_serves_the_version_and_is_the_least_busy_and_the_choice_stays(records, current, chosen):
+    found = choose_pinned(records, 3, current=current)
+    assert (found.instance_id if found else None) == chosen
 
 
 def slot() -> GeneratorSlot:
     prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
-    record = GeneratorRecord(
-        instance_id="a",
-        address="a:1",
-        policy_version=0,
-        running_count=0,
-        waiting_count=0,
-        slot_count=1,
-        kv_token_capacity=100,
-        serving=True,
-    )
     active = ActiveTrajectory(Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt))
-    return GeneratorSlot(record=record, active=active, need=ANY_VERSION, _generators=None)  # type: ignore[arg-type]
+    return GeneratorSlot(record=generator("a"), active=active, need=ANY_VERSION, _generators=None)  # type: ignore[arg-type]
 
 
 async def wait_for_a_chunk(cut_off: GeneratorSlot) -> None:
@@ -244,19 +219,14 @@ async def wait_for_a_chunk(cut_off: GeneratorSlot) -> None:
         await asyncio.Event().wait()
 
 
-async def test_a_call_that_waits_for_a_chunk_can_be_cut_off():
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_call_can_be_cut_off_while_it_waits_for_a_chunk_or_saves_one(waits: bool):
     cut_off = slot()
+    if not waits:
+        cut_off.abort()
     waiting = asyncio.create_task(wait_for_a_chunk(cut_off))
     await asyncio.sleep(0)
     cut_off.abort()
     async with asyncio.timeout(60):
         with pytest.raises(TimeoutError):
             await waiting
-
-
-async def test_a_call_cut_off_while_it_saves_a_chunk_waits_for_no_further_one():
-    cut_off = slot()
-    cut_off.abort()
-    async with asyncio.timeout(60):
-        with pytest.raises(TimeoutError):
-            await wait_for_a_chunk(cut_off)

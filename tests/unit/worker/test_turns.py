@@ -1,10 +1,9 @@
-"""Rewards of environments that no train step could use."""
+"""Turns of a response, rewards of environments, and the shaping of rewards."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,27 +11,18 @@ from hypothesis import strategies as st
 from rollmesh.config.rollout import RewardConfig
 from rollmesh.errors import DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply, checked_reply
-from rollmesh.types import OutcomeKind, RewardOutcome, Segment, SegmentSource
+from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.worker.environment_program import outcome_of
 from rollmesh.worker.trajectory_scoring import shape
 from rollmesh.worker.turns import turns_of
+
+from ...kit.records import environment_tokens, policy_tokens
 
 STOP = 9
 
 
 def policy(*ids):
-    ids = np.array(ids, np.int32)
-    return Segment(token_ids=ids, behavior_logprobs=np.zeros(len(ids), np.float32), policy_version=0, kv_min_version=0)
-
-
-def environment(*ids):
-    return Segment(
-        token_ids=np.array(ids, np.int32),
-        behavior_logprobs=None,
-        policy_version=0,
-        kv_min_version=0,
-        source=SegmentSource.ENVIRONMENT,
-    )
+    return policy_tokens(ids)
 
 
 def turns_in(segments):
@@ -40,15 +30,10 @@ def turns_in(segments):
 
 
 def test_turns_end_at_stop_tokens_whatever_the_chunks():
-    segments = [policy(1, 2), policy(3, STOP), environment(5), policy(4), policy(STOP), policy(6)]
+    segments = [policy(1, 2), policy(3, STOP), environment_tokens([5]), policy(4), policy(STOP), policy(6)]
     assert turns_in(segments) == [([1, 2, 3, STOP], True, True), ([4, STOP], True, False), ([6], False, False)]
-
-
-def test_a_reply_without_tokens_leaves_two_turns_next_to_each_other():
+    # A reply without tokens leaves two turns next to each other.
     assert turns_in([policy(1, STOP, 2, STOP)]) == [([1, STOP], True, False), ([2, STOP], True, False)]
-
-
-def test_nothing_written_is_no_turn():
     assert turns_in([]) == []
 
 
@@ -77,9 +62,11 @@ TIMED_OUT = RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="slow")
 BROKEN = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="broken")
 
 
-@pytest.mark.parametrize(("tokens", "reward"), [(10, 1.0), (80, 1.0), (90, 0.5), (100, 0.0)])
-def test_long_answers_lose_up_to_one_over_the_last_tokens_of_the_budget(tokens, reward):
-    result = shape(SCORED, tokens, RewardConfig(overlong_buffer_tokens=20), budget=100)
+@pytest.mark.parametrize(
+    ("tokens", "buffer", "reward"), [(10, 20, 1.0), (80, 20, 1.0), (90, 20, 0.5), (100, 20, 0.0), (50, 1000, 0.5)]
+)
+def test_long_answers_lose_up_to_one_over_the_last_tokens_of_the_budget(tokens, buffer, reward):
+    result = shape(SCORED, tokens, RewardConfig(overlong_buffer_tokens=buffer), budget=100)
     assert result.shaped_reward == pytest.approx(reward)
     assert result.outcome.value == 1.0
     assert not result.assigned
@@ -105,8 +92,3 @@ def test_a_dead_letter_has_no_value_either(outcome):
     result = shape(outcome, 10, RewardConfig(on_timeout="dead_letter", on_error="dead_letter"), budget=100)
     assert (result.dead, result.assigned, result.shaped_reward) == (True, False, 0.0)
     assert not shape(SCORED, 10, RewardConfig(on_timeout="dead_letter", on_error="dead_letter"), budget=100).dead
-
-
-def test_a_buffer_longer_than_the_budget_covers_the_budget():
-    result = shape(SCORED, 50, RewardConfig(overlong_buffer_tokens=1000), budget=100)
-    assert result.shaped_reward == pytest.approx(0.5)

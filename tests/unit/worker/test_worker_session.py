@@ -41,12 +41,21 @@ class Outage:
         return []
 
 
-@pytest.mark.parametrize("way", ["call", "recover"])
-async def test_a_loop_that_waits_out_a_long_outage_is_not_stuck(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
+
+
+def session_with(store: Outage, heartbeat_seconds: float = 1.0) -> WorkerSession:
+    metrics = RolloutMetrics(Metrics("rollout"))
+    return WorkerSession(store, "rollout-0", heartbeat_seconds, metrics)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["call", "recover"])
+async def test_a_loop_that_waits_out_a_long_outage_is_not_stuck(way: str) -> None:
     store = Outage(attempts=10)
     health = Health(clock=lambda: store.now)
-    session = WorkerSession(store, "rollout-0", 1.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    session = session_with(store)
     health.watch("lease", 120.0)
     stalled: list[dict[str, float]] = []
 
@@ -66,7 +75,7 @@ async def test_a_loop_that_waits_out_a_long_outage_is_not_stuck(monkeypatch: pyt
 
 async def test_a_lost_session_is_not_an_outage() -> None:
     store = Outage(attempts=0)
-    session = WorkerSession(store, "rollout-0", 1.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    session = session_with(store)
     waits: list[None] = []
 
     async def once_lost(current: str) -> str:
@@ -108,12 +117,9 @@ class Restarts(Outage):
         return []
 
 
-async def test_a_worker_registers_again_when_redis_dies_again_during_its_registration(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
+async def test_a_worker_registers_again_when_redis_dies_again_during_its_registration() -> None:
     store = Restarts()
-    session = WorkerSession(store, "rollout-0", 1.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    session = session_with(store)
     await session.open()
     store.restarts = 2
     assert await session.call(store.heartbeat) == "server"
@@ -121,12 +127,9 @@ async def test_a_worker_registers_again_when_redis_dies_again_during_its_registr
     assert session.current == "session-3"
 
 
-async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_that_is_stuck(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
+async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_that_is_stuck() -> None:
     store, beats, stuck = Outage(attempts=0), list[None](), asyncio.Event()
-    session = WorkerSession(store, "rollout-0", 0.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    session = session_with(store, 0.0)
     await session.open()
 
     async def never(_session: str) -> str:
@@ -145,10 +148,9 @@ async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_tha
     await asyncio.gather(heartbeat, return_exceptions=True)
 
 
-async def test_a_heartbeat_that_waits_for_the_recovery_of_a_save_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
+async def test_a_heartbeat_that_waits_for_the_recovery_of_a_save_is_alive() -> None:
     store, beats = Outage(attempts=10), list[None]()
-    session = WorkerSession(store, "rollout-0", 0.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    session = session_with(store, 0.0)
     save = asyncio.create_task(session.recover(""))
     heartbeat = asyncio.create_task(session.recover("", beat=lambda: beats.append(None)))
     await asyncio.gather(save, heartbeat)

@@ -12,19 +12,11 @@ from rollmesh.trainer.service.trainer_progress import EngineWork, GeneratedToken
 from rollmesh.trainer.service.training_loop import mesh_numbers
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
+from ....kit.records import generator_record
+
 
 def generator(name: str, generated: int = 0, **work: float) -> GeneratorRecord:
-    return GeneratorRecord(
-        instance_id=name,
-        address=f"{name}:1",
-        policy_version=0,
-        running_count=0,
-        waiting_count=0,
-        slot_count=8,
-        kv_token_capacity=100,
-        serving=True,
-        work=GeneratorWork(generated_tokens=generated, **work),
-    )
+    return generator_record(name, work=GeneratorWork(generated_tokens=generated, **work))
 
 
 def worked(name: str, prefill: int, again: int, running: float, slots: float) -> GeneratorRecord:

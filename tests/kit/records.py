@@ -1,0 +1,36 @@
+"""Records of generators, and segments of given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from rollmesh.types import GeneratorRecord, Segment, SegmentSource
+
+
+def generator_record(name: str = "a", **fields: Any) -> GeneratorRecord:
+    """An idle generator that serves version 0 with 8 slots, but for these fields."""
+    values: dict[str, Any] = {
+        "address": f"{name}:1",
+        "policy_version": 0,
+        "running_count": 0,
+        "waiting_count": 0,
+        "slot_count": 8,
+        "kv_token_capacity": 1024,
+        "serving": True,
+    }
+    return GeneratorRecord(instance_id=name, **values | fields)
+
+
+def policy_tokens(ids: Iterable[int], version: int = 0, **fields: Any) -> Segment:
+    """Tokens of one policy version; the logprob of each is its negative number."""
+    values = np.asarray(list(ids), np.int32)
+    own = {"behavior_logprobs": -values.astype(np.float32), "kv_min_version": version}
+    return Segment(token_ids=values, policy_version=version, **own | fields)
+
+
+def environment_tokens(ids: Iterable[int], version: int = 0) -> Segment:
+    """Tokens of the environment."""
+    return policy_tokens(ids, version, behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
