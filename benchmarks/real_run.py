@@ -20,12 +20,12 @@ from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.sim.cores import Samples, Strangers
 from rollmesh.sim.run_records import (
-    ProcessorUse,
     RecordedWork,
     RunRecords,
     announcements,
     load_seconds,
     trained_updates,
+    work_between,
 )
 
 _SAMPLE_SECONDS = 0.5
@@ -65,12 +65,14 @@ def real_run(
         sampler.sample()
         reward_seconds = sampler.reward_seconds()
     fetch_seconds, swap_seconds = load_seconds(run.folder.path)
+    cpu_seconds = sampler.cpu_seconds()
     return RunRecords(
         folder=run.folder.path,
         updates=trained_updates(run.folder.path),
         work=sampler.work(),
         generators=int(data["generator"]["replicas"]),
-        use=sampler.use(),
+        generator_cpu_seconds=cpu_seconds["generators"],
+        service_cpu_seconds=cpu_seconds["services"],
         reward_seconds=reward_seconds,
         strangers=sampler.strangers(),
         fetch_seconds=fetch_seconds,
@@ -137,22 +139,17 @@ class RunSampler:
     def work(self) -> tuple[RecordedWork, ...]:
         """Return the work of each generator between two samples."""
         return tuple(
-            RecordedWork(
-                steps=after[pid]["decode_steps"] - before[pid]["decode_steps"],
-                tokens=after[pid]["generated_tokens"] - before[pid]["generated_tokens"],
-                prefill_tokens=after[pid]["prefill_tokens"] - before[pid]["prefill_tokens"],
-                busy_seconds=after[pid]["busy_seconds"] - before[pid]["busy_seconds"],
-            )
+            work_between(before[pid], after[pid])
             for before, after in pairwise(self._counters)
             for pid in before.keys() & after.keys()
         )
 
-    def use(self) -> ProcessorUse:
-        """Return the processor seconds between the first and the last sample, without those of the trainer."""
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the processor seconds between the first and the last sample, by part."""
         sums = dict.fromkeys(("generators", "trainer", "services"), 0.0)
         for part, first, last in self._seconds.values():
             sums[part] += last - first
-        return ProcessorUse(generators=sums["generators"], services=sums["services"])
+        return sums
 
     def strangers(self) -> Samples:
         """Return the runnable threads of other programs at each sample, by their weight."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -142,8 +143,8 @@ def _simulate(arms: Sequence[Arm], page: Path | None, *, check: bool, as_json: b
         results.append((arm.name, found))
         costs.append(cost)
         if as_json:
-            of_scale = {"cost": cost.document()} if with_cost else {}
-            typer.echo(json.dumps({"arm": arm.name, **found.document(), **of_scale, "assumed": arm.assumed}))
+            of_scale = {"cost": asdict(cost)} if with_cost else {}
+            typer.echo(json.dumps({"arm": arm.name, **asdict(found), **of_scale, "assumed": arm.assumed}))
     if page is not None:
         write_simulation_page(drawn, page)
     if not as_json:

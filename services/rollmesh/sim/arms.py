@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -235,15 +234,8 @@ class SimulationCost:
     event_count: int
     finished: int
     """Finished trajectories."""
-
-    @property
-    def microseconds_per_trajectory(self) -> float:
-        """Processor time per finished trajectory."""
-        return 1e6 * self.processor_seconds / max(1, self.finished)
-
-    def document(self) -> dict[str, Any]:
-        """Return the cost for JSON."""
-        return {**asdict(self), "microseconds_per_trajectory": self.microseconds_per_trajectory}
+    microseconds_per_trajectory: float
+    """Processor time per finished trajectory."""
 
     def sentence(self) -> str:
         """Return the cost in words."""
@@ -268,5 +260,6 @@ def simulate_at_cost(
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
         event_count=run.event_count,
         finished=run.finished,
+        microseconds_per_trajectory=1e6 * seconds / max(1, run.finished),
     )
     return figures(run, arm.settings.devices), cost

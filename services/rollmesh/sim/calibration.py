@@ -22,7 +22,6 @@ from rollmesh.sim.run_records import RecordedWork, RunRecords, TrainedUpdate, re
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 from rollmesh.sim.simulated_trainer import TrainerModel, UpdateRecord
 from rollmesh.sim.simulation_setup import SimulationSetup, mesh_settings
-from rollmesh.types import Float64Array
 
 _BOUNDS = tuple(
     np.array(columns, dtype=float).T
@@ -55,24 +54,17 @@ def engine_costs(work: Sequence[RecordedWork], slots: int) -> EngineCosts:
         raise DataError("no decode step in the records of the run: record more train steps")
     # The error of an interval grows with the root of its steps.
     weights = 1 / np.sqrt(rows[:, :1])
-    step, token, prefill = _fitted(rows * weights, seconds * weights[:, 0])
+    weighted, wanted = rows * weights, seconds * weights[:, 0]
+    # The best coefficients are inside of the bounds, or on one of them.
+    (step, token, prefill), least = (float(wanted.sum() / weighted[:, 0].sum()), 0.0, 0.0), np.inf
+    for bound in _BOUNDS:
+        found = bound @ np.linalg.lstsq(weighted @ bound, wanted, rcond=None)[0]
+        error = float(np.square(weighted @ found - wanted).sum())
+        if found[0] > 0 and 0 <= found[2] <= found[1] and error < least:
+            (step, token, prefill), least = found.tolist(), error
     scale = float(seconds.sum() / (rows @ np.array([step, token, prefill])).sum())
     base = tuple(scale * (step + token * running) for running in range(slots + 1))
     return EngineCosts(base=base, slope=(0.0,) * (slots + 1), prefill_seconds_per_token=scale * prefill)
-
-
-def _fitted(rows: Float64Array, seconds: Float64Array) -> tuple[float, float, float]:
-    """Return the least-squares coefficients (a, b, p) with a > 0 and 0 <= p <= b.
-
-    The best ones are inside of these bounds, or on one of them: p = 0, p = b, or b = p = 0.
-    """
-    best, least = (float(seconds.sum() / rows[:, 0].sum()), 0.0, 0.0), np.inf
-    for bound in _BOUNDS:
-        found = bound @ np.linalg.lstsq(rows @ bound, seconds, rcond=None)[0]
-        error = float(np.square(rows @ found - seconds).sum())
-        if found[0] > 0 and 0 <= found[2] <= found[1] and error < least:
-            best, least = (float(found[0]), float(found[1]), float(found[2])), error
-    return best
 
 
 def trainer_model(updates: Sequence[TrainedUpdate], *, evidence_passes: int) -> TrainerModel:
@@ -113,7 +105,7 @@ def unexplained_seconds(
 
 def core_shares(records: RunRecords, *, cores: int, is_shared: bool, is_paced: bool) -> CoreShares:
     """Return the demands on the cores. A generator without a pace takes a whole core."""
-    updates, use = records.updates, records.use
+    updates = records.updates
     training = sum(update.announced_at - update.cut_at for update in updates[1:])
     decoding = updates[-1].announced_at - updates[0].announced_at - training
     busy = sum(each.busy_seconds for each in records.work)
@@ -121,8 +113,8 @@ def core_shares(records: RunRecords, *, cores: int, is_shared: bool, is_paced: b
         cores=cores,
         is_shared=is_shared,
         generators=records.generators,
-        generator_demand=min(1.0, use.generators / busy) if is_paced else 1.0,
-        service_demand=use.services / decoding,
+        generator_demand=min(1.0, records.generator_cpu_seconds / busy) if is_paced else 1.0,
+        service_demand=records.service_cpu_seconds / decoding,
         strangers_before=records.strangers,
         strangers=records.strangers,
     )

@@ -62,8 +62,6 @@ class DecodeCurve:
 
     points: tuple[CurvePoint, ...]
     prefill_seconds_per_token: float
-    engine: str = ""
-    """Engine, model and device of the measurement, for people."""
 
     def __post_init__(self) -> None:
         _require_seconds("prefill_seconds_per_token", self.prefill_seconds_per_token, zero=True)
@@ -114,9 +112,11 @@ class DecodeCurve:
         try:
             document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return cls(
-                points=tuple(_point(point) for point in document["points"]),
+                points=tuple(
+                    CurvePoint(running=int(p["running"]), context=int(p["context"]), seconds=float(p["seconds"]))
+                    for p in document["points"]
+                ),
                 prefill_seconds_per_token=float(document["prefill_seconds_per_token"]),
-                engine=str(document.get("engine", "")),
             )
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
@@ -131,10 +131,6 @@ class DecodeCurve:
         for point in self.points:
             rows.setdefault(point.running, {})[point.context] = point.seconds
         return rows
-
-
-def _point(fields: Mapping[str, Any]) -> CurvePoint:
-    return CurvePoint(running=int(fields["running"]), context=int(fields["context"]), seconds=float(fields["seconds"]))
 
 
 def _fit(running: int, row: Mapping[int, float]) -> tuple[float, float]:
@@ -163,7 +159,7 @@ def _require_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
 
 
 def write_curve(path: Path, points: Iterable[CurvePoint], prefill_seconds_per_token: float, engine: str) -> None:
-    """Write measured points as JSON, for ``DecodeCurve.read``, which checks them."""
+    """Write measured points as JSON, for ``DecodeCurve.read``, which checks them; ``engine`` is for people."""
     document = {
         "engine": engine,
         "prefill_seconds_per_token": prefill_seconds_per_token,

@@ -13,7 +13,6 @@ import numpy as np
 from rollmesh.errors import ConfigError
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
-from rollmesh.sim.simulated_calls import SimulatedGenerator
 from rollmesh.sim.simulated_leader import SimulatedLeader
 from rollmesh.sim.simulated_trainer import SimulatedTrainer
 from rollmesh.sim.simulated_worker import SimulatedWorker
@@ -113,10 +112,13 @@ class Failures:
                 start()
             else:
                 self._clock.call_at(plan.late_seconds, start)
-        self._repeat("death", plan.deaths_per_hour * generators, self._kill)
-        self._repeat("spot", plan.spot_reclaims_per_hour * generators, self._reclaim)
-        self._repeat("trainer_crash", plan.trainer_crashes_per_hour, self._crash_trainer)
-        self._repeat("leader_gap", plan.leader_gaps_per_hour, self._lose_leader)
+        # The tokens after the last chunk of each call of a dead generator never arrive.
+        kill = partial(self._lose, "death", self._partial_save_tokens, "generator_death")
+        crash = partial(self._trainer.crash, back_after=plan.back_seconds, lost_seconds=plan.trainer_lost_seconds)
+        self._repeat("death", plan.deaths_per_hour * generators, kill)
+        self._repeat("spot", plan.spot_reclaims_per_hour * generators, partial(self._lose, "spot", 1, "spot_reclaim"))
+        self._repeat("trainer_crash", plan.trainer_crashes_per_hour, crash)
+        self._repeat("leader_gap", plan.leader_gaps_per_hour, partial(self._leader.fail, self._leader_ttl_seconds))
 
     def _start(self, slow_factor: float) -> None:
         self._fleet.start(slow_factor=slow_factor)
@@ -135,28 +137,13 @@ class Failures:
 
         self._clock.call_at(next_time(), struck)
 
-    def _kill(self) -> None:
-        if generator := self._any_generator("death"):
-            # The tokens after the last chunk of each call never arrive.
-            self._worker.lose_generator(generator, unsaved_tokens=self._partial_save_tokens, reason="generator_death")
-            self._replace(generator)
-
-    def _reclaim(self) -> None:
-        if generator := self._any_generator("spot"):
-            self._worker.lose_generator(generator, unsaved_tokens=1, reason="spot_reclaim")
-            self._replace(generator)
-
-    def _any_generator(self, kind: str) -> SimulatedGenerator | None:
+    def _lose(self, kind: str, unsaved_tokens: int, reason: str) -> None:
+        """End a random generator, if there is one; another takes its place."""
         alive = list(self._fleet.generators.values())
-        return alive[int(self._numbers[kind].integers(len(alive)))] if alive else None
-
-    def _replace(self, generator: SimulatedGenerator) -> None:
+        if not alive:
+            return
+        generator = alive[int(self._numbers[kind].integers(len(alive)))]
+        self._worker.lose_generator(generator, unsaved_tokens=unsaved_tokens, reason=reason)
         start = partial(self._start, generator.slow_factor)
         self._clock.call_at(self._clock.now + self._plan.back_seconds, start)
         self._leader.look_soon()
-
-    def _crash_trainer(self) -> None:
-        self._trainer.crash(back_after=self._plan.back_seconds, lost_seconds=self._plan.trainer_lost_seconds)
-
-    def _lose_leader(self) -> None:
-        self._leader.fail(self._leader_ttl_seconds)

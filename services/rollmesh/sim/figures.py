@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import quantiles
-from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
@@ -56,15 +55,11 @@ class Figures:
     """Share of the time for which the trainer had no batch."""
     device_hours_per_update: float
 
-    def document(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
-        return asdict(self)
-
 
 def figures(run: SimulatedRun, devices: int) -> Figures:
     """Measure a run; ``devices`` are those of the whole mesh."""
     first = max(1, int(_WARM_UP_SHARE * len(run.updates))) if len(run.updates) > 1 else 0
-    updates, work = run.updates[first:], _work(run, first)
+    updates, work = run.updates[first:], run.work[-1].since(run.work[first - 1]) if first else run.work[-1]
     began = run.updates[first - 1].trained_at if first else 0.0
     seconds = max(updates[-1].trained_at - began, 1e-9)
     tokens: Counter[int] = Counter()
@@ -74,15 +69,15 @@ def figures(run: SimulatedRun, devices: int) -> Figures:
         oldest.update(update.trajectories_by_staleness)
     trained, trajectories = tokens.total(), sum(update.trajectories for update in updates)
     each = [later - earlier for earlier, later in pairwise([began, *(update.trained_at for update in updates)])]
-    p50, p90 = _percentiles(each)
+    tenths = quantiles(each, n=10, method="inclusive") if len(each) > 1 else each * 9
     waits = sum(update.trainer_wait_seconds for update in updates) / seconds
     return Figures(
         updates=len(updates),
         updates_per_second=len(updates) / seconds,
         updates_per_hour=3600 * len(updates) / seconds,
         update_seconds=tuple(each),
-        update_seconds_p50=p50,
-        update_seconds_p90=p90,
+        update_seconds_p50=tenths[4],
+        update_seconds_p90=tenths[8],
         trained_tokens_per_second=trained / seconds,
         generated_tokens_per_second=work.decoded_tokens / seconds,
         bubble_ratio=_idle(work, 1.0),
@@ -105,18 +100,6 @@ def _idle(work: FleetWork, share: float) -> float:
     return max(0.0, 1 - work.running_slot_seconds / slot_seconds) if slot_seconds else 0.0
 
 
-def _work(run: SimulatedRun, first: int) -> FleetWork:
-    return run.work[-1].since(run.work[first - 1]) if first else run.work[-1]
-
-
-def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return median and ninth decile."""
-    if len(seconds) == 1:
-        return seconds[0], seconds[0]
-    tenths = quantiles(seconds, n=10, method="inclusive")
-    return tenths[4], tenths[8]
-
-
 _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
     "updates/h": lambda f: f"{f.updates_per_hour:,.1f}",
     "s/update p50": lambda f: f"{f.update_seconds_p50:,.0f}",
@@ -137,42 +120,30 @@ _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
 
 def figures_tables(results: Sequence[tuple[str, Figures]], width: int) -> list[Table]:
     """Return tables with one row per arm; columns that exceed ``width`` characters go to the next table."""
-    names = Column("arm", [name for name, _ in results])
-    columns = [Column(title, [show(found) for _, found in results]) for title, show in _COLUMNS.items()]
-    blocks: list[list[Column]] = [[]]
-    used = names.width
-    for column in columns:
-        if blocks[-1] and used + column.width >= width:
+    columns = [(title, [show(found) for _, found in results]) for title, show in _COLUMNS.items()]
+    # A column has one line and two spaces beside its widest text.
+    first, *widths = (
+        max(map(len, (title, *cells))) + 3 for title, cells in [("arm", [name for name, _ in results]), *columns]
+    )
+    blocks: list[list[tuple[str, list[str]]]] = [[]]
+    used = first
+    for column, column_width in zip(columns, widths, strict=True):
+        if blocks[-1] and used + column_width >= width:
             blocks.append([])
-            used = names.width
+            used = first
         blocks[-1].append(column)
-        used += column.width
-    tables = [_table(names, block) for block in blocks]
-    tables[0].title = "simulated, in virtual time"
+        used += column_width
+    tables: list[Table] = []
+    for block in blocks:
+        table = Table(title=None if tables else "simulated, in virtual time")
+        # A name that is wider than the terminal is folded, never cut.
+        table.add_column("arm", overflow="fold")
+        for title, _ in block:
+            table.add_column(title, no_wrap=True)
+        for (name, _), *row in zip(results, *(cells for _, cells in block), strict=True):
+            table.add_row(escape(name), *row)
+        tables.append(table)
     return tables
-
-
-class Column(NamedTuple):
-    """Title and cells of a column, one cell per arm."""
-
-    title: str
-    cells: Sequence[str]
-
-    @property
-    def width(self) -> int:
-        """Characters of the widest cell, with one line and two spaces."""
-        return max(len(text) for text in (self.title, *self.cells)) + 3
-
-
-def _table(names: Column, columns: Sequence[Column]) -> Table:
-    table = Table()
-    # A name that is wider than the terminal is folded, never cut.
-    table.add_column(names.title, overflow="fold")
-    for column in columns:
-        table.add_column(column.title, no_wrap=True)
-    for name, *cells in zip(names.cells, *(column.cells for column in columns), strict=True):
-        table.add_row(escape(name), *cells)
-    return table
 
 
 def _histogram(staleness: Mapping[int, int]) -> str:

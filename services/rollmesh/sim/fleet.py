@@ -147,8 +147,10 @@ class Fleet:
         if generator.waiting:
             still = [each for each in generator.waiting if not self._has_begun(generator, each)]
             generator.waiting = still
-        if self.settings.placement is Placement.TOKENS:
-            self._count_tokens(generator)
+        if self.settings.placement is Placement.TOKENS and generator.calls:
+            tokens = engine.decoded_tokens - generator.ended_call_tokens
+            self._router.grow(generator.name, tokens - generator.counted_tokens)
+            generator.counted_tokens = tokens
         self._load_if_drained(generator)
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -222,13 +224,15 @@ class Fleet:
     def announce(self, record: PolicyRecord) -> None:
         """Tell the generators about the newest policy."""
         self._newest = record
-        self._consider_all()
+        for generator in self.generators.values():
+            self._consider(generator)
 
     def require(self, version: int) -> None:
         """Require a version of every generator: an older one can take no call."""
         if version > self._required_version:
             self._required_version = version
-            self._consider_all()
+            for generator in self.generators.values():
+                self._consider(generator)
 
     def serves(self, version: int) -> bool:
         """Tell whether a generator serves this version or a newer one."""
@@ -297,12 +301,6 @@ class Fleet:
         trajectory.has_begun = True
         self._on_progress(trajectory, 0, generator.version)
 
-    def _count_tokens(self, generator: SimulatedGenerator) -> None:
-        tokens = generator.engine.decoded_tokens - generator.ended_call_tokens
-        if generator.calls:
-            self._router.grow(generator.name, tokens - generator.counted_tokens)
-            generator.counted_tokens = tokens
-
     def _leave(self, generator: SimulatedGenerator, trajectory: SimulatedTrajectory) -> None:
         del generator.calls[trajectory.call]
         trajectory.generator = None
@@ -312,10 +310,6 @@ class Fleet:
             generator.counted_tokens = 0
 
     # -- loads -----------------------------------------------------------------------------------------------------
-    def _consider_all(self) -> None:
-        for generator in self.generators.values():
-            self._consider(generator)
-
     def _consider(self, generator: SimulatedGenerator) -> None:
         if generator.loading is not None or generator.has_ended:
             return

@@ -24,7 +24,7 @@ from rollmesh.errors import ConfigError, DataError
 from rollmesh.report.audit import open_checkpoints
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.sim.simulated_calls import SimulatedTurn
-from rollmesh.types import Group, Int32Array, SegmentSource, Trajectory
+from rollmesh.types import Int32Array, SegmentSource, Trajectory
 
 _REMEDY = "write one with: rollmesh sim --export RUN_FOLDER"
 _MOST_TOKENS = 2**31 - 1
@@ -144,16 +144,6 @@ def trace_of_run(run_folder: Path) -> Iterator[TracedTrajectory]:
 
     Raises DataError for a folder without a trained group, CheckpointError for a damaged batch file or a missing secret.
     """
-    groups = ((group.admission_index, _traced(group)) for group in _trained_groups(run_folder))
-    streams: Counter[str] = Counter()
-    for _, trajectories in sorted(groups, key=lambda item: item[0]):
-        for trajectory in trajectories:
-            yield replace(trajectory, stream=str(streams[trajectory.group]))
-            streams[trajectory.group] += 1
-
-
-def _trained_groups(run_folder: Path) -> Iterator[Group]:
-    """Yield the trained groups of a run, one train step after the other."""
     store = open_checkpoints(RecordedRun(run_folder))
     steps = store.batch_steps()
     if not steps:
@@ -161,19 +151,21 @@ def _trained_groups(run_folder: Path) -> Iterator[Group]:
             f"{run_folder}: no finished trajectories; lengths come from finished train steps: "
             "give a run that has trained"
         )
-    for step in steps:
-        yield from store.read_batch(step).groups
-
-
-def _traced(group: Group) -> list[TracedTrajectory]:
-    return [
-        traced_trajectory(member, str(member.member_index))
-        for member in sorted(group.trajectories, key=lambda trajectory: trajectory.member_index)
+    # Without their tokens: all batch files together may not fit the memory.
+    traced = [
+        (group.admission_index, member.member_index, traced_trajectory(member))
+        for step in steps
+        for group in store.read_batch(step).groups
+        for member in group.trajectories
         if any(segment.source is SegmentSource.POLICY for segment in member.segments)
     ]
+    streams: Counter[str] = Counter()
+    for _, _, trajectory in sorted(traced, key=lambda item: item[:2]):
+        yield replace(trajectory, stream=str(streams[trajectory.group]))
+        streams[trajectory.group] += 1
 
 
-def traced_trajectory(trajectory: Trajectory, stream: str) -> TracedTrajectory:
+def traced_trajectory(trajectory: Trajectory) -> TracedTrajectory:
     """Return the turns of a trajectory; tokens of the environment before the first sampled one count as prompt."""
     opening, outputs, observations = 0, [], []
     for source, segments in groupby(trajectory.segments, lambda segment: segment.source):
@@ -186,7 +178,7 @@ def traced_trajectory(trajectory: Trajectory, stream: str) -> TracedTrajectory:
             opening = tokens
     return TracedTrajectory(
         group=trajectory.prompt.prompt_id,
-        stream=stream,
+        stream="0",
         prompt_tokens=len(trajectory.prompt.token_ids) + opening,
         outputs=tuple(outputs),
         observations=tuple(observations),
@@ -214,7 +206,7 @@ def _require(name: str, value: object, holds: bool, expected: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedLengths:
-    """Turns of all trajectories of a run, recorded ones that are cut to its budget."""
+    """Recorded turns of all trajectories of a run, cut to its budget."""
 
     groups: tuple[tuple[TracedTrajectory, ...], ...]
     seed: int = 0

@@ -12,20 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import NormalDist
-from typing import Protocol
 
 import numpy as np
 
 from rollmesh.errors import ConfigError
 from rollmesh.types import Float64Array, Int32Array
-
-
-class Marginal(Protocol):
-    """Distribution of the length of one trajectory, before the cap."""
-
-    def at(self, z: Float64Array) -> Float64Array:
-        """Return the quantiles at standard normal numbers, in tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +50,8 @@ class Pareto:
     def at(self, z: Float64Array) -> Float64Array:
         """Return the quantiles."""
         # Phi(-z) keeps its precision in the tail, where 1 - Phi(z) has none.
-        return self.shortest * np.maximum(_normal_cdf(-z), 1e-300) ** (-1 / self.index)
+        tail = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in z], dtype=np.float64)
+        return self.shortest * np.maximum(tail, 1e-300) ** (-1 / self.index)
 
 
 class _Normals:
@@ -113,10 +105,6 @@ class LengthModel:
         return capped
 
 
-def _normal_cdf(z: Float64Array) -> Float64Array:
-    return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z], dtype=np.float64)
-
-
 def _positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{name}={value}: expected a finite number above 0")
@@ -142,6 +130,10 @@ class QuantileLine:
         known = np.array([NormalDist().inv_cdf(probability) for probability, _ in self.points])
         logs = np.log([tokens for _, tokens in self.points])
         return known, logs, np.diff(logs) / np.diff(known)
+
+
+Marginal = Lognormal | Pareto | QuantileLine
+"""Distribution of the length of one trajectory before the cap; ``at`` has its quantiles at standard normal numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

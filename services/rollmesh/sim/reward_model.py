@@ -31,15 +31,13 @@ class RewardModel:
         """Return the scoring time of one answer."""
         if not self.median_seconds:
             return 0.0
-        return self.median_seconds * math.exp(self.sigma * _normal(f"{self.seed}/{answer_id}/{incarnation}"))
-
-    def workers(self) -> RewardWorkers:
-        """Return idle workers."""
-        return RewardWorkers(self)
+        digest = blake2b(f"{self.seed}/{answer_id}/{incarnation}".encode(), digest_size=6).digest()
+        normal = _NORMAL.inv_cdf((int.from_bytes(digest) + 0.5) / 2**48)
+        return self.median_seconds * math.exp(self.sigma * normal)
 
 
 class RewardWorkers:
-    """Workers that score answers in the order of their arrival, each one at a time."""
+    """Idle workers that score answers in the order of their arrival, each one at a time."""
 
     def __init__(self, model: RewardModel) -> None:
         self._model = model
@@ -75,9 +73,3 @@ class SolveModel:
         """Return the rewards of the first members of the group at a position; more members change no earlier one."""
         draws = np.random.default_rng((self.seed, 1, position)).random(members)
         return tuple((draws < self.probability(prompt)).astype(float).tolist())
-
-
-def _normal(name: str) -> float:
-    """Return a standard normal number that depends on the name only."""
-    bits = int.from_bytes(blake2b(name.encode(), digest_size=6).digest())
-    return _NORMAL.inv_cdf((bits + 0.5) / 2**48)

@@ -205,13 +205,10 @@ class Roofline:
 
     def train_seconds_per_token(self, devices: int) -> float:
         """Return the seconds of a train step per token on ``devices`` GPUs together."""
-        return TRAIN_FLOPS * self._forward_seconds(devices) / FORWARD_FLOPS
+        return TRAIN_FLOPS * self.forward_seconds_per_token(devices) / FORWARD_FLOPS
 
-    def evidence_seconds_per_token(self, devices: int) -> float:
+    def forward_seconds_per_token(self, devices: int) -> float:
         """Return the seconds per token of a pass that only computes log-probabilities."""
-        return self._forward_seconds(devices)
-
-    def _forward_seconds(self, devices: int) -> float:
         return FORWARD_FLOPS * multiplied_weight_count(self.model) / (devices * self._flops_per_second)
 
     @property

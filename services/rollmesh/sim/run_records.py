@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -29,6 +30,13 @@ class RecordedWork:
     """Seconds in prefill and decode."""
 
 
+def work_between(before: Mapping[str, float], after: Mapping[str, float]) -> RecordedWork:
+    """Return the work between two readings of a generator's counters."""
+    counters = ("decode_steps", "generated_tokens", "prefill_tokens", "busy_seconds")
+    steps, tokens, prefill_tokens, busy_seconds = (after[name] - before[name] for name in counters)
+    return RecordedWork(steps=steps, tokens=tokens, prefill_tokens=prefill_tokens, busy_seconds=busy_seconds)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedUpdate:
     """Times of one train step, Unix seconds."""
@@ -46,15 +54,6 @@ class TrainedUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessorUse:
-    """Processor seconds of a run, from its first to its last recorded train step."""
-
-    generators: float
-    services: float
-    """All other services together without the trainer, the queue's server included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
     """One run: all its recorded train steps, and its work from the end of the first one on."""
 
@@ -64,7 +63,10 @@ class RunRecords:
     """Train steps in their order, two or more."""
     work: tuple[RecordedWork, ...]
     generators: int
-    use: ProcessorUse
+    generator_cpu_seconds: float
+    """Processor seconds, from the first to the last recorded train step."""
+    service_cpu_seconds: float
+    """Those of all other services together without the trainer, the queue's server included."""
     reward_seconds: float
     """Mean time from the last token of an answer to its reward."""
     fetch_seconds: float
@@ -98,16 +100,7 @@ def recorded_times(run: RecordedRun) -> RunRecords:
     totals = [line["work"] for line in run.timeline.records if line.get("work") and line["t"] >= updates[0].trained_at]
     # Counters of a generator that restarts begin at zero.
     steps = [(a, b) for a, b in pairwise(totals) if all(b.get(name, -1.0) >= a[name] for name in a)]
-    work = tuple(
-        RecordedWork(
-            steps=after["decode_steps"] - before["decode_steps"],
-            tokens=after["generated_tokens"] - before["generated_tokens"],
-            prefill_tokens=after["prefill_tokens"] - before["prefill_tokens"],
-            busy_seconds=after["busy_seconds"] - before["busy_seconds"],
-        )
-        for before, after in steps
-        if "decode_steps" in before
-    )
+    work = tuple(work_between(before, after) for before, after in steps if "decode_steps" in before)
     if not any(each.steps for each in work):
         raise DataError(
             f"{run.path}: no decode steps in timeline.jsonl: rollmesh up writes them, for an engine that counts them "
@@ -119,7 +112,8 @@ def recorded_times(run: RecordedRun) -> RunRecords:
         updates=updates,
         work=work,
         generators=run.config.generator.replicas,
-        use=ProcessorUse(generators=sum(b["cpu_seconds"] - a["cpu_seconds"] for a, b in steps), services=0.0),
+        generator_cpu_seconds=sum(b["cpu_seconds"] - a["cpu_seconds"] for a, b in steps),
+        service_cpu_seconds=0.0,
         reward_seconds=0.0,
         fetch_seconds=fetch_seconds,
         swap_seconds=swap_seconds,

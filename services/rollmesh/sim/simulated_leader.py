@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import ConfigError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
-from rollmesh.mesh import Decisions, EngineLoad, MeshView
+from rollmesh.mesh import EngineLoad, MeshView
 from rollmesh.scheduling import CutOrder, Schedule, StartOrder, decide, needs_groups
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.cutting import blocking_groups
@@ -28,8 +27,7 @@ from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedDraws, SimulatedPrompts
-from rollmesh.sim.queue_model import ModelGroup, ModelMember, QueueModel
-from rollmesh.sim.simulated_calls import SimulatedTrajectory
+from rollmesh.sim.queue_model import ModelGroup, QueueModel
 from rollmesh.sim.simulated_worker import SimulatedWorker
 from rollmesh.types import TrajectoryState
 
@@ -106,7 +104,10 @@ class SimulatedLeader:
         decisions = decide(schedule, view)
         if decisions.fail:
             raise ConfigError(f"train step {queue.cut_step + 1}: {decisions.fail}")
-        if self._apply_all(decisions):
+        changed = [self._apply(step) for step in leader_steps(decisions)]
+        if self._invariants is not None:
+            self._invariants.after_admission(decisions.admit_groups)
+        if (self._rounds is not None and decide_rounds(queue, schedule, self._rounds)) or any(changed):
             self.look_soon()
         elif queue.blocked_since is not None:
             self._alarm.set(max(self._timeout_at(), queue.now + LOOK_SECONDS))
@@ -123,16 +124,8 @@ class SimulatedLeader:
         since = self._queue.blocked_since
         return math.inf if since is None else since + self._schedule.straggler_timeout_seconds
 
-    def _apply_all(self, decisions: Decisions) -> bool:
-        """Apply the decisions; returns True if more than the desired state has changed."""
-        changed = [self._apply(step) for step in leader_steps(decisions)]
-        if self._invariants is not None:
-            self._invariants.after_admission(decisions.admit_groups)
-        if self._rounds is not None and decide_rounds(self._queue, self._schedule, self._rounds):
-            return True
-        return any(changed)
-
     def _apply(self, step: LeaderStep) -> bool:
+        """Apply a step; returns True if more than the desired state has changed."""
         queue, worker = self._queue, self._worker
         match step:
             case SetDesired(desired):
@@ -144,7 +137,8 @@ class SimulatedLeader:
                 worker.require_versions()
                 return False
             case Evict(group_ids, reason) | BeginAgain(group_ids, reason):
-                held = self._save_groups(group_ids)
+                groups = [queue.find_group(group_id) for group_id in group_ids]
+                held = worker.save(member for group in groups if group is not None for member in group.members)
                 queue.apply(step)
                 worker.drop(held, reason)
             case CutBatch(group_ids):
@@ -160,10 +154,6 @@ class SimulatedLeader:
                 for _ in range(count):
                     self._admit()
         return True
-
-    def _save_groups(self, group_ids: Sequence[str]) -> list[SimulatedTrajectory]:
-        groups = [self._queue.find_group(group_id) for group_id in group_ids]
-        return self._worker.save(member for group in groups if group is not None for member in group.members)
 
     def _admit(self) -> None:
         queue, schedule, position = self._queue, self._schedule, self._queue.admitted
@@ -218,7 +208,6 @@ def decide_rounds(queue: QueueModel, schedule: Schedule, rules: RoundRules) -> b
 
 
 def _outcome(group: ModelGroup, train_step: int, longest: int) -> GroupOutcome:
-    scored = [m for m in group.members if m.state is TrajectoryState.SCORED]
     return GroupOutcome(
         group_id=group.group_id,
         prompt_id=group.prompt_id,
@@ -226,17 +215,16 @@ def _outcome(group: ModelGroup, train_step: int, longest: int) -> GroupOutcome:
         train_step=train_step,
         round=len(group.rounds) - 1,
         launched=len(group.members),
-        members=tuple(_member(group, member, longest) for member in scored),
-    )
-
-
-def _member(group: ModelGroup, member: ModelMember, longest: int) -> MemberOutcome:
-    reward = member.reward or 0.0
-    return MemberOutcome(
-        member_index=member.number,
-        round=group.round_of(member),
-        outcome=reward,
-        shaped_reward=reward,
-        token_count=member.tokens,
-        truncated=member.tokens >= longest,
+        members=tuple(
+            MemberOutcome(
+                member_index=member.number,
+                round=group.round_of(member),
+                outcome=member.reward or 0.0,
+                shaped_reward=member.reward or 0.0,
+                token_count=member.tokens,
+                truncated=member.tokens >= longest,
+            )
+            for member in group.members
+            if member.state is TrajectoryState.SCORED
+        ),
     )

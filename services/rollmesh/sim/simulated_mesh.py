@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollmesh.curriculum.round_rules import RoundRules
@@ -20,7 +19,7 @@ from rollmesh.sim.fleet import Fleet, FleetSettings, FleetWork
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.prompts import SimulatedDraws, SimulatedPrompts
 from rollmesh.sim.queue_model import QueueModel
-from rollmesh.sim.reward_model import RewardModel
+from rollmesh.sim.reward_model import RewardModel, RewardWorkers
 from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_leader import SimulatedLeader
 from rollmesh.sim.simulated_trainer import SimulatedTrainer, TrainerModel, UpdateRecord
@@ -104,7 +103,7 @@ class SimulatedMesh:
             self.queue,
             self.fleet,
             segment_tokens=settings.schedule.segment_tokens,
-            reward_time=settings.rewards.workers().known_at,
+            reward_time=RewardWorkers(settings.rewards).known_at,
             invariants=self.invariants,
         )
         self.leader = SimulatedLeader(
@@ -115,7 +114,9 @@ class SimulatedMesh:
             self.worker,
             self.fleet,
             rounds=settings.rounds,
-            draws=_draws(settings, self.queue),
+            draws=None
+            if (sampler := settings.sampler) is None
+            else SimulatedDraws(settings.prompts, sampler, self.queue, settings.seed),
             invariants=self.invariants,
         )
         self.trainer = SimulatedTrainer(
@@ -150,8 +151,15 @@ class SimulatedMesh:
         self._announced(self.queue.announce(0), 0)
         self._failures.begin(self._settings.fleet.count)
         self.leader.look_soon()
-        with _no_collection():
+        # Garbage collection would scan all trajectories in flight again and again, and they form no circles: a group
+        # that leaves the queue drops its members, so reference counts free both.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
             self._step_until_trained()
+        finally:
+            if collects:
+                gc.enable()
         return self._result()
 
     def _step_until_trained(self) -> None:
@@ -226,24 +234,3 @@ class SimulatedMesh:
             finished=queue.totals["finished_total"],
             rests_while_training=self._settings.schedule.rests_while_training,
         )
-
-
-def _draws(settings: MeshSettings, queue: QueueModel) -> SimulatedDraws | None:
-    if settings.sampler is None:
-        return None
-    return SimulatedDraws(settings.prompts, settings.sampler, queue, settings.seed)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: it would scan all trajectories in flight again and again, and they form no circles.
-
-    A group that leaves the queue drops its members, so reference counts free both.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -18,7 +18,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.scheduling.next_policy import ReloadRules
-from rollmesh.sim.decode_curve import DecodeCurve, EngineCosts
+from rollmesh.sim.decode_curve import DecodeCurve
 from rollmesh.sim.event_clock import MOST_EVENTS
 from rollmesh.sim.failures import FailurePlan
 from rollmesh.sim.fleet import FleetSettings
@@ -109,7 +109,12 @@ def mesh_settings(
     Other ``efficiencies`` than the assumed ones show how much a result depends on them.
     """
     schedule = Schedule.from_config(config)
-    _check_budgets(config)
+    for field in ("token_budget", "turn_budget"):
+        if (name := getattr(config.curriculum, field)) != "constant":
+            raise ConfigError(
+                f"curriculum.{field}={name}: simulated lengths do not depend on the train step of a policy; set "
+                "constant for the simulation"
+            )
     roofline = Roofline(
         gpu=find_gpu(setup.gpu),
         model=find_model(model_name(config, setup)),
@@ -196,23 +201,13 @@ def _fleet(config: RunConfig, setup: SimulationSetup, roofline: Roofline, prompt
         count=generator.replicas,
         slots=generator.slots,
         cache_tokens=generator.kv_token_capacity or roofline.cache_tokens(longest),
-        costs=_costs(setup, roofline, generator.slots),
+        costs=(DecodeCurve.read(Path(setup.curve)) if setup.curve is not None else roofline).costs(generator.slots),
         fetch_seconds=_transfer_seconds(setup, roofline),
         swap_seconds=setup.swap_seconds,
         on_new_version=generator.on_new_version,
         rules=ReloadRules.from_config(config),
         placement=Placement(config.rollout.placement),
     )
-
-
-def _check_budgets(config: RunConfig) -> None:
-    """Raise ConfigError for budgets by train step: simulated lengths have one budget."""
-    for field in ("token_budget", "turn_budget"):
-        if (name := getattr(config.curriculum, field)) != "constant":
-            raise ConfigError(
-                f"curriculum.{field}={name}: simulated lengths do not depend on the train step of a policy; set "
-                "constant for the simulation"
-            )
 
 
 def _lengths(config: RunConfig, setup: SimulationSetup) -> LengthModel | TracedLengths:
@@ -272,7 +267,7 @@ def _trainer(config: RunConfig, setup: SimulationSetup, roofline: Roofline) -> T
         fixed_seconds=setup.step_fixed_seconds * config.trainer.minibatches,
         seconds_per_token=roofline.train_seconds_per_token(devices),
         evidence_passes=_evidence_passes(config),
-        evidence_seconds_per_token=roofline.evidence_seconds_per_token(devices),
+        evidence_seconds_per_token=roofline.forward_seconds_per_token(devices),
         publication_seconds=_transfer_seconds(setup, roofline),
         colocated=setup.colocated,
         switch_seconds=setup.switch_seconds if setup.colocated else 0.0,
@@ -286,18 +281,13 @@ def _evidence_passes(config: RunConfig) -> int:
     policy = advantage.needs_policy or any(MASKS[mask.name].needs == "policy" for mask in algorithm.masks)
     # Masks are applied before the gradient pass, so its log-probabilities come too late for them.
     start = policy or (source in _STEP_START and (config.trainer.minibatches > 1 or bool(algorithm.masks)))
-    older = source in _OLDER_WEIGHTS
     reference = algorithm.kl_coefficient > 0 or advantage.needs_reference
-    return start + older + reference
+    return start + (source in _OLDER_WEIGHTS) + reference
 
 
 def _transfer_seconds(setup: SimulationSetup, roofline: Roofline) -> float:
     """Return the time to write or to read the weights."""
     return WEIGHT_BYTES * weight_count(roofline.model) / setup.storage_bytes_per_second
-
-
-def _costs(setup: SimulationSetup, roofline: Roofline, slots: int) -> EngineCosts:
-    return roofline.costs(slots) if setup.curve is None else DecodeCurve.read(Path(setup.curve)).costs(slots)
 
 
 def _devices(setup: SimulationSetup, generators: int) -> int:

@@ -8,7 +8,6 @@ from rollmesh.errors import ConfigError
 from rollmesh.sim.event_clock import MOST_EVENTS, EventClock
 from rollmesh.sim.failures import FailurePlan
 
-POINTS = [(running, context, 0.01 + 1e-8 * running * context) for running in (1, 128) for context in (1000, 8000)]
 LONG = ("rollout.max_new_tokens=900000", "generator.max_context_tokens=900512")
 
 
@@ -27,6 +26,12 @@ def assert_names(error, *texts):
     ("options", "sets", "named"),
     [
         (("--with", "swap_seconds=-1"), (), ("swap_seconds=-1", "greater than or equal to 0")),
+        (("--with", "nosuch=1"), (), ("--with nosuch=1: expected NAME=VALUE, with a name of gpu,",)),
+        (
+            ("--with", "colocated=true", "--with", "trainer_devices=5"),
+            (),
+            ("colocated with trainer_devices=5", "; set trainer_devices="),
+        ),
         (("--with", "reward_seconds=.nan"), (), ("reward_seconds=nan", "finite number")),
         (("--model", "32b", "--gpu", "L40S"), (), ("gpu=L40S", "65.5 GB do not", "a larger GPU or a smaller model")),
         (
@@ -57,6 +62,15 @@ def assert_names(error, *texts):
             ("--export", "runs/mine", "--compare", "--json"),
             (),
             ("--export with --compare, --json: it simulates nothing",),
+        ),
+        (("--compare", "copris,nosuch"), (), ("--compare nosuch: unknown; the presets are sync,",)),
+        (("--sweep", "schedule.pool_size"), (), ("--sweep schedule.pool_size: expected FIELD=VALUE",)),
+        (("--sweep", "trainer.learning_rate=1e-5,1e-4"), (), ("--sweep trainer.learning_rate", "does not depend on")),
+        (("--sweep", "schedule.max_staleness=1,2", "--compare", "sync"), (), ("--compare and --sweep: give one",)),
+        (
+            (),
+            ("rollout.max_new_tokens=16001", "generator.max_context_tokens=20000"),
+            ("lengths=deepcoder-14b is known up to 16000 tokens", "rollout.max_new_tokens=16001", "lower it, or give"),
         ),
         (("--compare", "sync,copris,sync"), (), ("--compare sync,copris,sync: sync is there twice",)),
         (("--sweep", "schedule.max_staleness=1,1"), (), ("--sweep 1,1: 1 is there twice",)),

@@ -11,7 +11,7 @@ import pytest
 from rollmesh.errors import ConfigError
 from rollmesh.sim.calibration import core_shares, engine_costs, trainer_model, unexplained_seconds, updates_per_second
 from rollmesh.sim.cores import CoreShares, Strangers, fair_level
-from rollmesh.sim.run_records import ProcessorUse, RecordedWork, RunRecords, TrainedUpdate
+from rollmesh.sim.run_records import RecordedWork, RunRecords, TrainedUpdate
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 from rollmesh.sim.simulated_trainer import update_record
 
@@ -47,7 +47,8 @@ RECORDS = RunRecords(
     updates=(update(0.0), update(12.75), update(25.5)),
     work=(work(400, 20_000, 1000), work(400, 4000, 0)),
     generators=2,
-    use=ProcessorUse(generators=1.3, services=4.0),
+    generator_cpu_seconds=1.3,
+    service_cpu_seconds=4.0,
     reward_seconds=0.1,
     fetch_seconds=0.02,
     swap_seconds=0.01,
@@ -138,42 +139,32 @@ def test_what_small_demands_leave_is_divided_evenly(
     assert fair_level(cores, demands) == pytest.approx(level)
 
 
-def test_three_busy_processes_on_two_cores_take_one_and_a_half_times_as_long() -> None:
-    assert TOGETHER.generator_slowing(decoding=2, is_training=True) == pytest.approx(1.5)
-    assert TOGETHER.trainer_slowing(decoding=2) == pytest.approx(1.5)
+CROWDED = replace(TOGETHER, strangers=((Strangers(number=2.0),),))
+SLOWINGS = {
+    "three busy processes on two cores": (TOGETHER, (2, True, 1.5), (2, 1.5)),
+    "a generator and a trainer have a core each": (TOGETHER, (1, True, 1.0), (1, 1.0)),
+    "taking turns slows nothing": (TOGETHER, (2, False, 1.0), (0, 1.0)),
+    # Two generators take 0.8, and the services 0.6: 0.6 of the two cores are left for the trainer.
+    "who sleeps keeps its pace": (
+        replace(TOGETHER, generator_demand=0.4, service_demand=0.6),
+        (2, True, 1.0),
+        (2, 1 / 0.6),
+    ),
+    # Two generators share their core with each other, training or not; services of 0.25 leave 0.75 of the other.
+    "cores of their own": (replace(APART, service_demand=0.25), (2, True, 1.0), (2, 1 / 0.75)),
+    "one generator on its half": (APART, (1, True, 0.5), (0, 1.0)),
+    # Two generators had a core each and get 2 / (2 + 2); the trainer had one and gets 2 / (1 + 2).
+    "strangers that came later": (CROWDED, (2, False, 2.0), (0, 1.5)),
+    "strangers of both times": (replace(CROWDED, strangers_before=CROWDED.strangers), (2, False, 1.0), (0, 1.0)),
+}
+"""Cores; (decoding, training) and the slowing of generators; decoding and the slowing of the trainer."""
 
 
-def test_taking_turns_slows_nothing() -> None:
-    assert TOGETHER.generator_slowing(decoding=2, is_training=False) == 1.0
-    assert TOGETHER.trainer_slowing(decoding=0) == 1.0
-
-
-def test_one_generator_and_a_trainer_have_a_core_each() -> None:
-    assert TOGETHER.generator_slowing(decoding=1, is_training=True) == 1.0
-    assert TOGETHER.trainer_slowing(decoding=1) == 1.0
-
-
-def test_a_generator_that_sleeps_most_of_the_time_keeps_its_pace_and_the_trainer_gets_the_rest() -> None:
-    """Two generators take 0.8, and the services 0.6: 0.6 of the two cores are left for the trainer."""
-    paced = replace(TOGETHER, generator_demand=0.4, service_demand=0.6)
-    assert paced.generator_slowing(decoding=2, is_training=True) == 1.0
-    assert paced.trainer_slowing(decoding=2) == pytest.approx(1 / 0.6)
-
-
-def test_with_cores_of_their_own_only_the_services_slow_the_trainer() -> None:
-    """Two generators share their core with each other, training or not; services of 0.25 leave 0.75 of the other."""
-    apart = replace(APART, service_demand=0.25)
-    assert apart.generator_slowing(decoding=2, is_training=True) == 1.0
-    assert apart.generator_slowing(decoding=1, is_training=True) == pytest.approx(0.5)
-    assert apart.trainer_slowing(decoding=2) == pytest.approx(1 / 0.75)
-
-
-def test_strangers_that_come_after_the_measurement_slow_both_sides() -> None:
-    """Two generators had a core each and get 2 / (2 + 2); the trainer had one and gets 2 / (1 + 2)."""
-    crowded = replace(TOGETHER, strangers=((Strangers(number=2.0),),))
-    assert crowded.generator_slowing(decoding=2, is_training=False) == pytest.approx(2.0)
-    assert crowded.trainer_slowing(decoding=0) == pytest.approx(1.5)
-    assert replace(crowded, strangers_before=crowded.strangers).trainer_slowing(decoding=0) == 1.0
+@pytest.mark.parametrize("case", SLOWINGS)
+def test_who_gets_less_of_the_cores_takes_longer(case: str) -> None:
+    cores, (decoding, is_training, of_generators), (decoding_beside, of_trainer) = SLOWINGS[case]
+    assert cores.generator_slowing(decoding=decoding, is_training=is_training) == pytest.approx(of_generators)
+    assert cores.trainer_slowing(decoding=decoding_beside) == pytest.approx(of_trainer)
 
 
 SHARED = CoreShares(cores=4, is_shared=True, generators=4, generator_demand=1.0, service_demand=0.0)

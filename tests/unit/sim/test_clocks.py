@@ -1,4 +1,4 @@
-"""Alarms in order of time."""
+"""The step clock of a generator beside an engine that steps token by token, and alarms in order of time."""
 
 from __future__ import annotations
 

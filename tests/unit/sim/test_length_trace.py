@@ -81,7 +81,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, text, named):
 def test_segments_of_several_versions_are_one_turn_and_what_comes_first_is_prompt():
     prompt = Prompt(prompt_id="p", token_ids=np.arange(3, dtype=np.int32), verifier="exact")
     segments = (segment(2, None), segment(10, 0), segment(5, 1), segment(4, None), segment(6, 1), segment(1, None))
-    traced = traced_trajectory(scored(prompt, "e0-0", 0, segments, 1.0), "0")
+    traced = traced_trajectory(scored(prompt, "e0-0", 0, segments, 1.0))
     assert (traced.prompt_tokens, traced.outputs, traced.observations) == (5, (15, 6), (4, 1))
 
 

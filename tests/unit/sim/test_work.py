@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.sim.lengths import NAMED, LengthModel, Lognormal, Pareto, QuantileLine, parse_lengths
-from rollmesh.sim.reward_model import RewardModel, SolveModel
+from rollmesh.sim.reward_model import RewardModel, RewardWorkers, SolveModel
 
 from .meshes import mesh_settings
 
@@ -106,7 +106,7 @@ def test_an_epoch_has_every_repeat_of_every_prompt():
 
 
 def test_answers_wait_for_a_free_worker_in_order() -> None:
-    workers = RewardModel(median_seconds=2.0, worker_count=2).workers()
+    workers = RewardWorkers(RewardModel(median_seconds=2.0, worker_count=2))
     assert [workers.known_at(now, f"g.{now}", 0) for now in (0.0, 0.5, 1.0, 10.0)] == [2.0, 2.5, 4.0, 12.0]
 
 

@@ -81,7 +81,7 @@ class RestartOperations(QueueState):
         return self.totals["restarts_total"] + self.totals["begun_again_total"] + 1
 
     def _begin_group_again(self, group: ModelGroup, incarnation: int, aside: bool) -> None:
-        self.forget_steps(group)
+        self.set_step(group, None)
         group.admitted_at = None
         group.has_ended = group.has_ended or group.state is GroupState.READY
         self.move_group(group, GroupState.ASIDE if aside else GroupState.OPEN)
@@ -102,8 +102,10 @@ class RestartOperations(QueueState):
 
     def _end_reset(self, reset: GroupReset) -> None:
         self.begun_again_deciles[f"{reset.reason}:{self.length_decile(reset.longest)}"] += 1
-        _renew_spare(reset.group)
-        self._begin_fresh(reset.group)
+        group = reset.group
+        if group.rounds and group.state is GroupState.OPEN:  # it may have more members than its first round had
+            group.spare = max(0, len(group.members) - _lost(group) - group.needed)
+        self._begin_fresh(group)
 
     def _reset_members(self, reset: GroupReset, most: int, incarnation: int) -> None:
         """Reset the last members that are left; a member that ended without a score stays as it is."""
@@ -137,12 +139,6 @@ class RestartOperations(QueueState):
             for member in group.members:
                 if member.state not in ENDED_WITHOUT_SCORE:
                     self.wait(member)
-
-
-def _renew_spare(group: ModelGroup) -> None:
-    """Count the spare members of a group with rounds that begins again; it may have more than its first round had."""
-    if group.rounds and group.state is GroupState.OPEN:
-        group.spare = max(0, len(group.members) - _lost(group) - group.needed)
 
 
 def _lost(group: ModelGroup) -> int:
@@ -196,21 +192,18 @@ class RoundOperations(QueueState):
             scored = [m for m in group.members if m.state is TrajectoryState.SCORED]
             kept = [m.tokens for m in scored] if kept_tokens is None else kept_tokens
             for member, reward, count in zip(scored, rewards, kept, strict=True):
-                self._reshape(member, reward, count)
+                if reward != member.reward:
+                    member.reward, member.worker_reward = reward, member.reward
+                if count < member.tokens:
+                    member.kept_tokens = count
+                    group.cut_tokens += member.tokens - count
+                    self.dropped_tokens[WasteReason.SHORTENED] += member.tokens - count
+                    self.totals["shortened_total"] += 1
         del self.undecided[group_id]
         group.is_closed = True
         self.totals["groups_closed_total"] += 1
         self.end_group(group)
         return True
-
-    def _reshape(self, member: ModelMember, reward: float, kept: int) -> None:
-        if reward != member.reward:
-            member.reward, member.worker_reward = reward, member.reward
-        if kept < member.tokens:
-            member.kept_tokens = kept
-            member.group.cut_tokens += member.tokens - kept
-            self.dropped_tokens[WasteReason.SHORTENED] += member.tokens - kept
-            self.totals["shortened_total"] += 1
 
     def _undecided_in(self, group_id: str, after: int) -> ModelGroup | None:
         group = self.undecided.get(group_id)

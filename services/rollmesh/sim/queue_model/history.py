@@ -50,7 +50,10 @@ class ModelHistory:
             prompt_id=group.prompt_id,
             members=len(scored),
             solved=sum(_verdict(member) > 0 for member in scored),
-            reward_millionths=sum(map(_millionths, rewards)),
+            reward_millionths=sum(
+                math.floor(max(-_LARGEST_REWARD, min(_LARGEST_REWARD, reward)) * _MILLIONTHS + 0.5)
+                for reward in rewards
+            ),
             token_sum=sum(m.tokens for m in scored),
             longest=max((m.tokens for m in scored), default=0),
             train_step=train_step,
@@ -70,11 +73,6 @@ class ModelHistory:
 def _verdict(member: ModelMember) -> float:
     """Return the reward before the group shaper: the model has no other shaping."""
     return (member.worker_reward if member.worker_reward is not None else member.reward) or 0.0
-
-
-def _millionths(reward: float) -> int:
-    counted = max(-_LARGEST_REWARD, min(_LARGEST_REWARD, reward))
-    return math.floor(counted * _MILLIONTHS + 0.5)
 
 
 def _added(record: PromptRecord, outcome: PromptOutcome) -> PromptRecord:

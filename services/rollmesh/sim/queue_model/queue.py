@@ -27,7 +27,58 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
         With ``shortest`` groups it is O(ready groups). While open groups block the cut, as many of the stalest ones as
         ``blocking`` are enough (``blocking_groups``), and no ready ones.
         """
-        return read_view(self, listed=groups, blocking=blocking, shortest=shortest)
+        open_groups, ready_groups = self.listed[GroupState.OPEN], self.listed[GroupState.READY]
+        unclaimed = self.unclaimed
+        totals, counts = self.totals, self.counts
+        saved_bytes, finished = totals["saved_bytes_total"], totals["finished_total"]
+        unfinished = counts[TrajectoryState.LEASED] + len(self.partial) + len(self.resting) + len(self.pending)
+        expected = self.used_memory_bytes + (unfinished * saved_bytes / finished if finished else 0)
+        bound = 2 * self.limits.groups_per_batch if groups else 0
+        is_blocked = self.blocked_since is not None and self.blocked_since <= self.now
+        return MeshView(
+            now=self.now,
+            trained_step=self.trained_step,
+            cut_step=self.cut_step,
+            policy_version=self.policy_version,
+            policy_train_step=self.version_steps[-1] if self.version_steps else 0,
+            admitted_unconsumed=self.admitted_unconsumed,
+            open_groups=len(self.groups[GroupState.OPEN]),
+            ready_groups=len(self.groups[GroupState.READY]),
+            listed=groups,
+            ready=_views(self, ready_groups.in_order(0 if blocking else bound, shortest=shortest)),
+            stalest_open=_views(self, open_groups.stalest(blocking or bound)),
+            unclaimed_by_step=_by_step(self, unclaimed, oldest=min(unclaimed, default=0)),
+            ready_by_step=_by_step(self, ready_groups.steps, oldest=min(unclaimed, default=0)),
+            pending=len(self.pending),
+            partial=len(self.partial),
+            resting=len(self.resting),
+            leased=counts[TrajectoryState.LEASED],
+            finished=counts[TrajectoryState.FINISHED],
+            memory_ratio=expected / self.max_memory_bytes if self.max_memory_bytes else 0.0,
+            used_memory_bytes=self.used_memory_bytes,
+            max_memory_bytes=self.max_memory_bytes,
+            saved_bytes_total=saved_bytes,
+            finished_total=finished,
+            mean_prompt_bytes=totals["prompt_bytes_total"] / max(1, totals["prompts_total"]),
+            filtered_in_a_row=self.filtered_in_a_row,
+            unscored_in_a_row=self.unscored_in_a_row,
+            blocked_by=self.blocked_by if is_blocked else "",
+            blocked_since=self.blocked_since if is_blocked else None,
+            registered_generators=self.registered_generators,
+            desired=self.desired,
+            ready_seconds=self.times.ready_seconds,
+            ready_updates=self.times.ready_updates,
+            update_seconds=self.times.update_seconds,
+            undecided_groups=len(self.undecided),
+            aside_groups=len(self.groups[GroupState.ASIDE]),
+            recalled_groups=self.recalled_groups,
+            aside=tuple(group.group_id for group in self.oldest_aside(bound)),
+            failure=self.failure,
+            recovering=self.recovering,
+            user_paused=self.user_paused,
+            launcher_paused=self.launcher_paused,
+            is_complete=self.trained_step >= self.limits.train_steps,
+        )
 
     # -- leader ----------------------------------------------------------------------------------------------------
     def apply(self, step: LeaderStep) -> int:
@@ -178,66 +229,6 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
         for group in unclaimed:
             self.drop(group, DropReason.ROLLED_BACK)
         return len(unclaimed)
-
-
-def read_view(state: RestartOperations, *, listed: bool, blocking: int, shortest: bool) -> MeshView:
-    """Return the view.
-
-    It costs O(1) without single groups, else O(groups of a batch and groups aside), with the shortest ones
-    O(ready groups). With a number of ``blocking`` open groups it lists these, and no ready ones.
-    """
-    open_groups, ready_groups = state.listed[GroupState.OPEN], state.listed[GroupState.READY]
-    unclaimed = state.unclaimed
-    totals, counts = state.totals, state.counts
-    saved_bytes, finished = totals["saved_bytes_total"], totals["finished_total"]
-    unfinished = counts[TrajectoryState.LEASED] + len(state.partial) + len(state.resting) + len(state.pending)
-    expected = state.used_memory_bytes + (unfinished * saved_bytes / finished if finished else 0)
-    bound = 2 * state.limits.groups_per_batch if listed else 0
-    is_blocked = state.blocked_since is not None and state.blocked_since <= state.now
-    return MeshView(
-        now=state.now,
-        trained_step=state.trained_step,
-        cut_step=state.cut_step,
-        policy_version=state.policy_version,
-        policy_train_step=state.version_steps[-1] if state.version_steps else 0,
-        admitted_unconsumed=state.admitted_unconsumed,
-        open_groups=len(state.groups[GroupState.OPEN]),
-        ready_groups=len(state.groups[GroupState.READY]),
-        listed=listed,
-        ready=_views(state, ready_groups.in_order(0 if blocking else bound, shortest=shortest)),
-        stalest_open=_views(state, open_groups.stalest(blocking or bound)),
-        unclaimed_by_step=_by_step(state, unclaimed, oldest=min(unclaimed, default=0)),
-        ready_by_step=_by_step(state, ready_groups.steps, oldest=min(unclaimed, default=0)),
-        pending=len(state.pending),
-        partial=len(state.partial),
-        resting=len(state.resting),
-        leased=counts[TrajectoryState.LEASED],
-        finished=counts[TrajectoryState.FINISHED],
-        memory_ratio=expected / state.max_memory_bytes if state.max_memory_bytes else 0.0,
-        used_memory_bytes=state.used_memory_bytes,
-        max_memory_bytes=state.max_memory_bytes,
-        saved_bytes_total=saved_bytes,
-        finished_total=finished,
-        mean_prompt_bytes=totals["prompt_bytes_total"] / max(1, totals["prompts_total"]),
-        filtered_in_a_row=state.filtered_in_a_row,
-        unscored_in_a_row=state.unscored_in_a_row,
-        blocked_by=state.blocked_by if is_blocked else "",
-        blocked_since=state.blocked_since if is_blocked else None,
-        registered_generators=state.registered_generators,
-        desired=state.desired,
-        ready_seconds=state.times.ready_seconds,
-        ready_updates=state.times.ready_updates,
-        update_seconds=state.times.update_seconds,
-        undecided_groups=len(state.undecided),
-        aside_groups=len(state.groups[GroupState.ASIDE]),
-        recalled_groups=state.recalled_groups,
-        aside=tuple(group.group_id for group in state.oldest_aside(bound)),
-        failure=state.failure,
-        recovering=state.recovering,
-        user_paused=state.user_paused,
-        launcher_paused=state.launcher_paused,
-        is_complete=state.trained_step >= state.limits.train_steps,
-    )
 
 
 def _views(state: QueueState, groups: Iterable[GroupView]) -> tuple[GroupView, ...]:

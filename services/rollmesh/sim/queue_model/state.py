@@ -150,10 +150,10 @@ class QueueState:
         return gid not in self.groups[group.state] or not group.members or gid in self.returning
 
     # -- members ---------------------------------------------------------------------------------------------------
-    def add_member(self, group: ModelGroup, state: TrajectoryState = TrajectoryState.PENDING) -> ModelMember:
-        """Add a member to an open group."""
+    def add_member(self, group: ModelGroup) -> ModelMember:
+        """Add a pending member to an open group."""
         number = len(group.members)
-        member = ModelMember(group, f"{group.group_id}.{number}", number, state, incarnation=group.incarnation)
+        member = ModelMember(group, f"{group.group_id}.{number}", number, incarnation=group.incarnation)
         group.members.append(member)
         self.members[member.trajectory_id] = member
         self._enter(member)
@@ -221,18 +221,15 @@ class QueueState:
             member.step = step
             group = member.group
             if (group.step is None or step < group.step) and not self.is_gone(group):
-                self._set_step(group, step)
+                self.set_step(group, step)
 
     def recompute_step(self, group: ModelGroup) -> None:
         """Recompute the step of a group after a member's tokens have left the loss."""
         steps = [m.step for m in group.members if m.step is not None and m.state not in ENDED_WITHOUT_SCORE]
-        self._set_step(group, min(steps, default=None))
+        self.set_step(group, min(steps, default=None))
 
-    def forget_steps(self, group: ModelGroup) -> None:
-        """Note that no tokens of a group are left."""
-        self._set_step(group, None)
-
-    def _set_step(self, group: ModelGroup, step: int | None) -> None:
+    def set_step(self, group: ModelGroup, step: int | None) -> None:
+        """Set the step of a listed group; None for a group without tokens."""
         if step != group.step:
             self.listed[group.state].change_step(group, step)
 
@@ -331,13 +328,10 @@ class QueueState:
             return True
         del self.half_gone[group_id]
         if gone.reason:
-            self._note_drop(gone)
+            self.dropped_tokens[gone.reason] += sum(m.tokens - m.wasted_tokens for m in gone.members)
+            decile = self.length_decile(max(m.tokens for m in gone.members))
+            self.drop_deciles[f"{gone.reason}:{decile}"] += 1
         return False
-
-    def _note_drop(self, gone: DroppedGroup) -> None:
-        self.dropped_tokens[gone.reason] += sum(m.tokens - m.wasted_tokens for m in gone.members)
-        decile = self.length_decile(max(m.tokens for m in gone.members))
-        self.drop_deciles[f"{gone.reason}:{decile}"] += 1
 
     def length_decile(self, tokens: int) -> int:
         """Return the decile of a length among the finished trajectories."""

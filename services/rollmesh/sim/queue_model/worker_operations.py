@@ -243,17 +243,22 @@ class WorkerOperations(QueueState):
         It keeps a trajectory only if the tokens in the queue are the first of those that it states.
         """
         held = self.held.setdefault(session, set())
-        agreeing = {each.trajectory_id for each in stated if self._agrees(each)}
+        agreeing = {
+            each.trajectory_id
+            for each in stated
+            if (member := self.members.get(each.trajectory_id)) is not None
+            and member.incarnation == each.incarnation
+            and each.saves[: len(member.saves)] == tuple(member.saves)
+        }
         for name in held - agreeing:
             held.discard(name)
             self._give_back(self.members[name], free_attempt=True)
             self.totals["released_by_recovery_total"] += 1
         answers = []
         for each in stated:
-            member = self.members[each.trajectory_id] if each.trajectory_id in agreeing else None
-            kept = member is not None and self._keep(member, session)
+            kept = each.trajectory_id in agreeing and self._keep(self.members[each.trajectory_id], session)
             self.totals["lost_by_recovery_total"] += not kept
-            answers.append((kept, member.tokens if member is not None and kept else 0))
+            answers.append((kept, self.members[each.trajectory_id].tokens if kept else 0))
         return answers
 
     def _keep(self, member: ModelMember, session: str) -> bool:
@@ -275,12 +280,6 @@ class WorkerOperations(QueueState):
             return False
         self.held[session].add(name)
         return True
-
-    def _agrees(self, stated: HeldSaves) -> bool:
-        member = self.members.get(stated.trajectory_id)
-        if member is None or member.incarnation != stated.incarnation:
-            return False
-        return stated.saves[: len(member.saves)] == tuple(member.saves)
 
     def _session(self, session: str) -> set[str]:
         if session not in self.held:
