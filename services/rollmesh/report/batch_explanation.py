@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from rollmesh.trainer.learner.token_explanation import TokenExplanation
 
+# Tokens with another reason are clipped.
 _REASON_STYLES: Mapping[str, str] = {
     "trained": "",
     "zero_advantage": "dim",
@@ -40,8 +41,6 @@ _REASON_STYLES: Mapping[str, str] = {
     "weight_truncated": "yellow",
     **dict.fromkeys((*MASKS.methods, OWN_MASK), "yellow"),
 }
-_OTHER_REASON = "red"
-"""Style of clipped tokens."""
 _FALLBACK_MARK = "~"
 _NOT_AS_TRAINED: Mapping[str, str] = {
     "stage_not_recorded": (
@@ -61,16 +60,14 @@ _NOT_AS_TRAINED: Mapping[str, str] = {
 """Explanations of the fallbacks of the old logprob, for the notes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainedTrajectory:
-    """One trajectory of a batch, token by token."""
+class ExplainedTrajectory(NamedTuple):
+    """One trajectory of a batch, token by token, with the text of each token."""
 
     trajectory: Trajectory
     prompt: str
     response: str
     tokens: tuple[TokenExplanation, ...]
     texts: tuple[str, ...]
-    """Text of each token."""
 
     def document(self) -> dict[str, Any]:
         """Return the trajectory for JSON."""
@@ -143,12 +140,13 @@ def explained_batch(
     store = open_checkpoints(folder)
     batch = _batch(store, train_step)
     chosen = _chosen(batch, trajectory_id, limit)
-    train_steps = known_train_steps(folder, store, None)
     policy = store.open(_weights_before(store, train_step))
-    config = _config(folder).trainer
+    if folder.config is None:
+        raise ConfigError(f"{folder.path}: the loss is defined by the run file: {folder.config_problem}")
+    config = folder.config.trainer
     fallbacks: Counter[str] = Counter()
     tokens: dict[str, list[TokenExplanation]] = {trajectory.trajectory_id: [] for trajectory in chosen}
-    for token in _explain(folder, store, policy, batch, train_steps):  # all tokens of the batch; only some are shown
+    for token in _explain(folder, folder.config, store, policy, batch):  # all of the batch; only some are shown
         if token.old_logprob_fallback:
             fallbacks[token.old_logprob_fallback] += 1
         if token.trajectory_id in tokens:
@@ -161,11 +159,11 @@ def explained_batch(
         notes=tuple(_notes(config, fallbacks, train_step)),
         trajectories=tuple(
             ExplainedTrajectory(
-                trajectory=each,
-                prompt=decode(each.prompt.token_ids),
-                response=decode(each.response_ids),
-                tokens=tuple(tokens[each.trajectory_id]),
-                texts=tuple(decode(np.array([t.token_id], np.int32)) for t in tokens[each.trajectory_id]),
+                each,
+                decode(each.prompt.token_ids),
+                decode(each.response_ids),
+                tuple(shown := tokens[each.trajectory_id]),
+                tuple(decode(np.array([token.token_id], np.int32)) for token in shown),
             )
             for each in chosen
         ),
@@ -197,7 +195,7 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
         table.add_column(name, justify="right")
     table.add_column("result")
     for token, text in zip(explained.tokens, explained.texts, strict=True):
-        table.add_row(*_row(token, text), style=_REASON_STYLES.get(token.reason, _OTHER_REASON))
+        table.add_row(*_row(token, text), style=_REASON_STYLES.get(token.reason, "red"))
     console.print(table)
     if not explained.tokens:
         console.print(Text("no token of this trajectory was trained: it has no reward", style="yellow"))
@@ -272,11 +270,10 @@ def _weights_before(store: CheckpointStore, train_step: int) -> PolicyRecord:
 
 
 def _explain(
-    folder: RecordedRun, store: CheckpointStore, policy: VerifiedPolicy, batch: Batch, train_steps: Mapping[int, int]
+    folder: RecordedRun, config: RunConfig, store: CheckpointStore, policy: VerifiedPolicy, batch: Batch
 ) -> Iterator[TokenExplanation]:
     from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
-    config = _config(folder)
     records = {record.policy_version: record for record in store.complete_policies()}
 
     def folder_of(version: int) -> Path | None:
@@ -296,10 +293,5 @@ def _explain(
     )
     if policy.base is not None:
         trainer.take_weights(policy.folder)
+    train_steps = known_train_steps(folder, store, None)
     return trainer.explain(batch, train_steps, store.batch_footer(batch.train_step).settings)
-
-
-def _config(folder: RecordedRun) -> RunConfig:
-    if folder.config is None:
-        raise ConfigError(f"{folder.path}: the loss is defined by the run file: {folder.config_problem}")
-    return folder.config

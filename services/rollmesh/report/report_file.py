@@ -17,8 +17,8 @@ from typing import Any
 from rollmesh.config.load import run_file_text
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.file_writes import write_text
-from rollmesh.gateway.app import PAGE
 from rollmesh.gateway.archive import Archived, batch_page, readable_checkpoints, rows_of
+from rollmesh.gateway.main import PAGE
 from rollmesh.gateway.models.items import BatchList, PolicyList
 from rollmesh.gateway.models.live import Overview, SnapshotEvent
 from rollmesh.gateway.models.overview import ApiModel, ResultLine, RunSettings

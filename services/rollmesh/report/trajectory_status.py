@@ -92,10 +92,10 @@ async def _in_queue(store: TrajectoryStore, group_id: str, member: str) -> Async
         inspected = await store.inspection.inspect(f"{group_id}.{at}")
         if inspected is None:
             return
-        mark, trajectory, found = inspected.mark, inspected.trajectory, inspected.round
-        scored = trajectory if mark.state == TrajectoryState.SCORED else None
-        rounds = [] if found is None else [found.sentence()]
-        rewards = [] if scored is None else _reward_sentences(scored)
+        mark, found = inspected.mark, inspected.round
+        scored = inspected.trajectory if mark.state == TrajectoryState.SCORED else None
+        rounds = () if found is None else (found.sentence(),)
+        rewards = () if scored is None else _reward_sentences(scored)
         yield TrajectoryStatus(
             name=mark.trajectory_id,
             state=mark.state,

@@ -38,21 +38,32 @@ def arms(tmp_path: Path, make_run: Callable[..., Path]) -> Arms:
     }
 
 
-def test_the_mean_over_seeds_carries_its_standard_error(arms: Arms) -> None:
+def test_means_over_seeds_carry_their_standard_error_and_differences_are_paired_by_seed(arms: Arms) -> None:
     comparison = compare(arms)
+    (difference,), (copris, _) = comparison.differences, comparison.arms
     assert comparison.score_name == "accuracy"
-    copris = comparison.arms[0]
     assert copris.after is not None and copris.after.n == 3
     assert copris.after.mean == pytest.approx(0.39 + 0.35)
     assert copris.after.standard_error == pytest.approx(0.03 / np.sqrt(3))
-
-
-def test_differences_are_paired_by_seed(arms: Arms) -> None:
-    (difference,) = compare(arms).differences
     assert (difference.label, difference.baseline, difference.pairs) == ("copris", "sync", 3)
     assert difference.spread.mean == pytest.approx(0.03)
     assert difference.spread.standard_error == pytest.approx(0.01 / np.sqrt(3))
     assert "beyond 2 standard errors" in describe_difference(difference, "accuracy")
+    out = io.StringIO()
+    print_comparison(comparison, Console(file=out, width=160))
+    text = out.getvalue()
+    assert text.count("copris") >= 4 and text.count("sync") >= 4
+    assert "0.740 ± 0.017" in text and "copris minus sync" in text
+
+
+def test_one_pair_says_nothing_about_noise_and_is_judged_without_a_standard_error(arms: Arms) -> None:
+    comparison = compare({label: folders[:1] for label, folders in audited(arms).items()})
+    (difference,) = comparison.differences
+    assert difference.spread.standard_error is None
+    assert "the noise of a single pair is unknown" in describe_difference(difference, "accuracy")
+    is_equal, text = equality_verdict(comparison)
+    assert is_equal
+    assert text.endswith("+2.0 points, the mean of 1 paired seed, without a standard error")
 
 
 def test_without_common_seeds_the_means_are_compared_and_their_errors_added(
@@ -69,17 +80,15 @@ def test_without_common_seeds_the_means_are_compared_and_their_errors_added(
     assert "within 2 standard errors" in describe_difference(difference, "accuracy")
 
 
-def test_one_seed_says_nothing_about_noise(arms: Arms) -> None:
-    (difference,) = compare({label: folders[:1] for label, folders in arms.items()}).differences
-    assert difference.spread.standard_error is None
-    assert "the noise of a single pair is unknown" in describe_difference(difference, "accuracy")
-
-
 def test_unequal_updates_missing_audits_and_evaluations_are_noted(
     tmp_path: Path, arms: Arms, make_run: Callable[..., Path]
 ) -> None:
     short = make_run(tmp_path / "short", steps=5, seed=9)
     (short / "evaluations.jsonl").unlink()
+    (tmp_path / "empty").mkdir()
+    never_trained = compare({"copris": [tmp_path / "empty"], "sync": [tmp_path / "empty"]})
+    assert never_trained.differences == ()
+    print_comparison(never_trained, Console(file=io.StringIO()))
     notes = compare({**arms, "short": [short]}).notes
     assert any("different numbers of updates (5, 8)" in note for note in notes)
     assert any(note.startswith("not audited: copris seed 0") for note in notes)
@@ -116,12 +125,6 @@ def test_the_verdict_is_about_the_paired_mean_in_either_direction(
     assert (is_equal, text.startswith("copris is") and said in text) == (equal, True), text
 
 
-def test_one_pair_is_judged_without_a_standard_error(arms: Arms) -> None:
-    is_equal, text = equality_verdict(compare({label: folders[:1] for label, folders in audited(arms).items()}))
-    assert is_equal
-    assert text.endswith("+2.0 points, the mean of 1 paired seed, without a standard error")
-
-
 def test_nothing_is_called_equal_without_green_audits_equal_updates_and_common_seeds(
     tmp_path: Path, arms: Arms, make_run: Callable[..., Path]
 ) -> None:
@@ -134,22 +137,6 @@ def test_nothing_is_called_equal_without_green_audits_equal_updates_and_common_s
     assert not is_equal and "different numbers of updates (5, 8)" in text
     is_equal, text = equality_verdict(compare({"copris": arms["copris"][:1], "sync": arms["sync"][1:]}))
     assert not is_equal and "no seed in common" in text
-
-
-def test_the_table_lists_every_run_and_both_means(arms: Arms) -> None:
-    out = io.StringIO()
-    print_comparison(compare(arms), Console(file=out, width=160))
-    text = out.getvalue()
-    assert text.count("copris") >= 4 and text.count("sync") >= 4
-    assert "0.740 ± 0.017" in text
-    assert "copris minus sync" in text
-
-
-def test_a_comparison_of_runs_that_never_trained_is_possible(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    comparison = compare({"copris": [tmp_path / "empty"], "sync": [tmp_path / "empty"]})
-    assert comparison.differences == ()
-    print_comparison(comparison, Console(file=io.StringIO()))
 
 
 def test_a_spread_leaves_out_what_is_unknown() -> None:

@@ -97,26 +97,31 @@ def last_line(result: AuditResult) -> str:
     return out.getvalue().splitlines()[-1]
 
 
-def test_tokens_of_policies_that_are_gone_are_in_the_verdict_line_and_over_half_of_all_make_it_incomplete(
-    audited: MadeRun,
+MOST_GONE = (
+    "audit INCOMPLETE: 19.0% of 210 policy tokens were scored again; 145 tokens, 69.0%, have no checkpoint any more"
+)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "gone", "verdict", "reason", "line"),
+    [
+        (None, (0, 1, 2, 3), "incomplete", "40 of 210 policy tokens were scored again (without", f"{MOST_GONE}, 0 of"),
+        (3, (0, 1, 2, 3), "incomplete", "has pruned, more than 25%", f"{MOST_GONE}, 145 of them pruned according to"),
+        (3, (4,), "incomplete", "missing although checkpoints.keep_last retains them: 4.", "0 of them pruned"),
+        (3, (1,), "green", None, "have no checkpoint any more, 30 of them pruned according to"),
+    ],
+    ids=["most are gone", "most are pruned", "one that is kept", "few are pruned"],
+)
+def test_tokens_of_policies_that_are_gone_are_counted_in_the_verdict_line(
+    audited: MadeRun, keep_last: int | None, gone: tuple[int, ...], verdict: str, reason: str | None, line: str
 ) -> None:
-    forget_versions(audited, 0, 1, 2, 3)
+    if keep_last is not None:
+        audited.change_config(checkpoints={"keep_last": keep_last})
+    forget_versions(audited, *gone)
     result = audit_run(audited.folder)
-    assert not result.green
-    assert (result.verdict, result.problems) == ("incomplete", ())
-    assert "40 of 210 policy tokens were scored again (without the pruned ones), less than 50%" in result.unchecked[0]
-    assert last_line(result) == (
-        "audit INCOMPLETE: 19.0% of 210 policy tokens were scored again; "
-        "145 tokens, 69.0%, have no checkpoint any more, 0 of them pruned according to checkpoints.keep_last"
-    )
-
-
-def test_a_run_of_which_few_policies_are_pruned_is_green_and_says_so(audited: MadeRun) -> None:
-    audited.change_config(checkpoints={"keep_last": 3})
-    forget_versions(audited, 1)
-    result = audit_run(audited.folder)
-    assert (result.verdict, result.problems, result.unchecked) == ("green", (), ())
-    assert "have no checkpoint any more, 30 of them pruned according to checkpoints.keep_last" in last_line(result)
+    assert (result.verdict, result.green, result.problems) == (verdict, verdict == "green", ())
+    assert len(result.unchecked) == (reason is not None) and all(str(reason) in text for text in result.unchecked)
+    assert line in last_line(result)
 
 
 @pytest.mark.parametrize("off", [0.0, 3.0])
@@ -132,29 +137,6 @@ def test_a_run_whose_pruned_policies_have_a_large_share_of_the_tokens_is_incompl
     (reason,) = result.unchecked
     assert reason.startswith("85 of 210 policy tokens name versions that checkpoints.keep_last has pruned, more than")
     assert result.is_accepted
-
-
-def test_a_long_run_whose_older_policies_are_pruned_is_incomplete_and_its_verdict_line_counts_them(
-    audited: MadeRun,
-) -> None:
-    audited.change_config(checkpoints={"keep_last": 3})
-    forget_versions(audited, 0, 1, 2, 3)
-    result = audit_run(audited.folder)
-    assert (result.verdict, result.problems, len(result.unchecked)) == ("incomplete", (), 1)
-    assert last_line(result) == (
-        "audit INCOMPLETE: 19.0% of 210 policy tokens were scored again; "
-        "145 tokens, 69.0%, have no checkpoint any more, 145 of them pruned according to checkpoints.keep_last"
-    )
-
-
-def test_a_policy_that_is_gone_although_it_is_among_those_that_are_kept_makes_the_audit_incomplete(
-    audited: MadeRun,
-) -> None:
-    audited.change_config(checkpoints={"keep_last": 3})
-    forget_versions(audited, 4)
-    result = audit_run(audited.folder)
-    assert (result.verdict, result.problems) == ("incomplete", ())
-    assert "missing although checkpoints.keep_last retains them: 4." in result.unchecked[0]
 
 
 def test_a_run_that_is_pruned_so_far_that_no_token_can_be_scored_is_incomplete(audited: MadeRun) -> None:

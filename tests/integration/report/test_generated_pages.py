@@ -30,48 +30,29 @@ DOCUMENT = DOCS / "metrics.md"
 
 
 def test_the_committed_table_is_that_of_the_code() -> None:
-    assert DOCUMENT.read_text() == metrics_document(), "run: python -m docs.build.metrics"
-
-
-def test_every_row_has_four_cells_and_the_metrics_of_an_agent_run_are_told_of() -> None:
     text = DOCUMENT.read_text()
-    for row in (line for line in text.splitlines() if line.startswith("|")):
-        assert len(re.findall(r"(?<!\\)\|", row)) == 5, row
+    assert text == metrics_document(), "run: python -m docs.build.metrics"
     agents = text.partition("## agents")[2]
     assert "`rollmesh_rollout_in_flight_trajectories`" in agents
     assert "`rollmesh_rollout_leader`" not in agents
 
 
-def test_names_follow_the_rules() -> None:
-    for service, families in service_metrics().items():
-        for family in families:
-            # The gateway served the API of the agents once, and dashboards out there read these names.
-            prefix = "rollmesh_(agents|gateway_openai)" if service == "agents" else f"rollmesh_{service}"
-            assert re.fullmatch(rf"{prefix}_[a-z0-9_]+", family.name)
-            assert family.documentation.endswith(".")
-            assert not {"trajectory", "group", "policy_version", "version"} & _labels(family) or family.name.endswith(
-                "build_info"
-            )
-
-
-def test_every_label_set_exists_before_its_first_event() -> None:
+def test_names_and_labels_of_metrics_follow_the_rules() -> None:
     # What a start measures is not known before it, and no run needs a certificate.
     late = {"rollmesh_reward_isolation_enforced"}
-    for service, families in service_metrics().items():
-        guarded = {f"rollmesh_{service}_certificate_{end}_timestamp_seconds" for end in ("start", "expiry")}
-        for family in families:
-            assert bool(family.samples) != (family.name in late | guarded), f"{family.name}: {family.samples}"
-
-
-def test_every_service_says_when_it_last_did_something_and_counts_failures_beside_attempts() -> None:
     for service, families in service_metrics().items():
         names = {family.name for family in families}
         assert f"rollmesh_{service}_build_info" in names
         assert any(name.endswith("_timestamp_seconds") and "_certificate_" not in name for name in names)
-
-
-def _labels(family) -> set[str]:
-    return {name for sample in family.samples for name in sample.labels}
+        guarded = {f"rollmesh_{service}_certificate_{end}_timestamp_seconds" for end in ("start", "expiry")}
+        for family in families:
+            assert re.fullmatch(rf"rollmesh_{service}_[a-z0-9_]+", family.name)
+            assert family.documentation.endswith(".")
+            labels = {name for sample in family.samples for name in sample.labels}
+            unbounded = {"trajectory", "group", "policy_version", "version"} & labels
+            assert not unbounded or family.name.endswith("build_info")
+            before_its_first_event = bool(family.samples)
+            assert before_its_first_event != (family.name in late | guarded), f"{family.name}: {family.samples}"
 
 
 MINIMAL = {"name": "page", "folder": "runs/page", "model": {"path": "recipe:countdown"}}
@@ -83,6 +64,12 @@ def test_the_committed_pages_are_those_of_the_code() -> None:
     assert {file.name for file in (DOCS / FOLDER).iterdir()} == set(pages), remedy
     for name, text in pages.items():
         assert (DOCS / FOLDER / name).read_text() == text, f"docs/{FOLDER}/{name}: {remedy}"
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_heading() -> None:
+    for file in (DOCUMENT, *(DOCS / FOLDER).iterdir()):
+        for table in re.findall(r"(?:^\|.*\n)+", file.read_text(), re.MULTILINE):
+            assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, (file.name, table)
 
 
 def test_a_page_of_a_former_point_is_deleted(tmp_path: Path) -> None:
@@ -97,12 +84,6 @@ def test_every_field_of_the_run_file_has_a_row_with_a_meaning() -> None:
     for path, name in fields(RunConfig):
         rows = re.findall(rf"^\| `{name}` \|.*\| ([^|\s][^|]*) \|$", sections.get(path, text), re.MULTILINE)
         assert rows, f"{path}.{name}"
-
-
-def test_every_row_of_a_table_has_as_many_cells_as_its_heading() -> None:
-    for file in (DOCS / FOLDER).iterdir():
-        for table in re.findall(r"(?:^\|.*\n)+", file.read_text(), re.MULTILINE):
-            assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, (file.name, table)
 
 
 @pytest.mark.parametrize("name", VERIFIER_EXAMPLES)

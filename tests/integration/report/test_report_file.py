@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.app import PAGE
+from rollmesh.gateway.main import PAGE
 from rollmesh.report.recorded_run import REPORT_FILE
 from rollmesh.report.report_file import write_report
 from rollmesh.report.view.recorded_overview import MOST_SAMPLES

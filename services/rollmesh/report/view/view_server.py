@@ -12,18 +12,18 @@ from fastapi.responses import FileResponse, Response
 
 from rollmesh.checkpoints.sealing import known_token, link_with_token
 from rollmesh.config import RunConfig
-from rollmesh.gateway.app import EVENTS, mount_page
 from rollmesh.gateway.curves import names_of
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.main import page_app
 from rollmesh.gateway.models.items import PolicyList, TrajectoryDetail
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, SnapshotEvent, Timeline
 from rollmesh.gateway.models.overview import EndEvent
-from rollmesh.gateway.read_routes import PREFIX, RunReads
+from rollmesh.gateway.read_routes import RunReads
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
 from rollmesh.report.view.recorded_overview import no_rollouts, recorded_overview
-from rollmesh.runtime.api_app import api_app, no_check, token_check
+from rollmesh.runtime.api_app import no_check, token_check
 from rollmesh.runtime.http_server import accepted_hosts, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
@@ -63,23 +63,15 @@ async def serve_view(
 
 def _app(run: RecordedRun, config: RunConfig, reads: RecordedReads, requests: RequestMetrics, token: str) -> FastAPI:
     check = token_check(token)
-    app = api_app(
-        "view",
-        "A run that has ended, read from its run folder.",
-        PREFIX,
-        [reads.router(check if config.gateway.token_for_reads else no_check, check)],
-        requests,
-        hosts=accepted_hosts(config, _HOST),
-        further_models=EVENTS,
-    )
-
+    router = reads.router(check if config.gateway.token_for_reads else no_check, check)
+    summary = "A run that has ended, read from its run folder."
+    app = page_app("view", summary, [router], requests, accepted_hosts(config, _HOST))
     if reads.has_report:
 
         @app.get(f"/{REPORT_FILE}", include_in_schema=False)
         async def report() -> Response:
             return FileResponse(run.path / REPORT_FILE, headers={"Content-Security-Policy": _REPORT_POLICY})
 
-    mount_page(app)
     return app
 
 
