@@ -120,31 +120,26 @@ class PolicyLoader:
 
     async def _load_beside(self, policy: VerifiedPolicy) -> None:
         """Load an adapter, or return to the base, while calls run; it goes into service once its canary has passed."""
-        self._check_base(policy)
+        assert self._base is not None
         version = policy.manifest.policy_version
+        wanted, found = self._base.manifest, (policy.base or policy).manifest
+        if (found.policy_version, found.files) != (wanted.policy_version, wanted.files):
+            raise CheckpointError(
+                f"policy_version {version}: its base is policy version {found.policy_version}, but the engine was "
+                f"started with policy version {wanted.policy_version} of other files; restart the generator, and train "
+                "the adapter above the initial policy of its run",
+                reason=Reason.FOREIGN_ARCHITECTURE,
+            )
         await self._timed("stage", self._engine.stage(policy.folder, version))
         await self._check_or_leave(policy, version)
         await self._engine.load(policy.folder, version, self._mode)
         self._serving_state.put_in_service()
 
-    def _check_base(self, policy: VerifiedPolicy) -> None:
-        """Raise CheckpointError unless the policy is the base in the engine, or an adapter above it."""
-        assert self._base is not None
-        wanted, found = self._base.manifest, (policy.base or policy).manifest
-        if (found.policy_version, found.files) != (wanted.policy_version, wanted.files):
-            raise CheckpointError(
-                f"policy_version {policy.manifest.policy_version}: its base is policy version {found.policy_version}, "
-                f"but the engine was started with policy version {wanted.policy_version} of other files; restart the "
-                "generator, and train the adapter above the initial policy of its run",
-                reason=Reason.FOREIGN_ARCHITECTURE,
-            )
-
     async def _replace(self, policy: VerifiedPolicy, *, checked: bool) -> float:
         """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held."""
-        if self._mode is OnNewVersion.DRAIN:
-            self._serving_state.set_reloading(True)
         try:
             if self._mode is OnNewVersion.DRAIN:
+                self._serving_state.set_reloading(True)
                 await self._serving_state.until_idle()
             return await (self._swap(policy) if checked else self._swap_and_check(policy))
         finally:
@@ -255,10 +250,9 @@ class PolicyLoader:
             # A damaged copy of an object store's policy is pulled again; in a shared folder this raises the error.
             policy = await self._timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
             return policy, await self._timed("stage", self._engine.stage(policy.folder, record.policy_version))
-        if isinstance(verified, BaseException):
-            raise verified
-        if isinstance(scorable, BaseException):
-            raise scorable
+        for result in (verified, scorable):
+            if isinstance(result, BaseException):
+                raise result
         return verified, scorable
 
     async def _timed(self, phase: str, work: Awaitable[T]) -> T:

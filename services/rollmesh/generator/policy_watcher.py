@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from rollmesh.errors import CheckpointError, DataError, EngineError, Reason, StoreUnavailable
 from rollmesh.generator.canary import CanaryFailed
@@ -27,7 +27,7 @@ from rollmesh.runtime.logging import get_logger, note_policy_version
 from rollmesh.runtime.tasks import BackgroundTasks, Backoff, cancel_and_wait
 from rollmesh.runtime.tracing import tracer
 from rollmesh.scheduling.next_policy import ReloadRules, next_policy
-from rollmesh.store.generator_registry import ReloadHolder, ReloadLeases
+from rollmesh.store.generator_registry import ReloadLeases
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.types import PolicyRecord
 
@@ -236,7 +236,15 @@ class ReloadTurns:
         token = f"{self._instance_id}:{secrets.token_hex(16)}"
         holders = await self._leases.begin(token, at_once=self._at_once, ttl=self._ttl, above_limit=urgent)
         if holders:
-            self._note_wait(policy_version, holders)
+            if self._waiting_since is None:
+                self._waiting_since = time.monotonic()
+                self._metrics.reload_waiting.set(1)
+                self._log.info(
+                    "reload_waits",
+                    policy_version=policy_version,
+                    for_generators=[holder.token.partition(":")[0] for holder in holders],
+                    lease_seconds=round(max(holder.seconds_left for holder in holders), 3),
+                )
             yield False
             return
         waited = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
@@ -268,15 +276,3 @@ class ReloadTurns:
             with contextlib.suppress(StoreUnavailable):
                 # Above the limit: a lease that has expired meanwhile must count again, since the load goes on.
                 await self._leases.begin(token, at_once=at_once, ttl=self._ttl, above_limit=True)
-
-    def _note_wait(self, policy_version: int, holders: Sequence[ReloadHolder]) -> None:
-        if self._waiting_since is not None:
-            return
-        self._waiting_since = time.monotonic()
-        self._metrics.reload_waiting.set(1)
-        self._log.info(
-            "reload_waits",
-            policy_version=policy_version,
-            for_generators=[holder.token.partition(":")[0] for holder in holders],
-            lease_seconds=round(max(holder.seconds_left for holder in holders), 3),
-        )

@@ -175,6 +175,7 @@ class Registration:
         self._ttl_seconds = config.session_ttl_seconds
         self._log = get_logger("registration")
         self._slot_seconds = 0.0
+        """Integral of serving slots over time."""
         self._slots_since = (0, time.monotonic())
         """Serving slots at the last update, and the time of that update (monotonic seconds)."""
 
@@ -183,6 +184,9 @@ class Registration:
         serving_state = self._serving_state
         status = self._engine.status() if serving_state.started else EngineStatus()
         waits = self._health.waits.text()
+        slots, since = self._slots_since
+        self._slots_since = 0 if serving_state.reason else status.slot_count, time.monotonic()
+        self._slot_seconds += slots * (self._slots_since[1] - since)
         return GeneratorRecord(
             instance_id=serving_state.instance_id,
             address=serving_state.address,
@@ -203,18 +207,10 @@ class Registration:
                 prefill_tokens=status.prefill_token_total,
                 reprefill_tokens=status.reprefill_token_total,
                 running_slot_seconds=round(status.running_slot_seconds_total, 3),
-                slot_seconds=round(self._slot_time(0 if serving_state.reason else status.slot_count), 3),
+                slot_seconds=round(self._slot_seconds, 3),
                 generated_tokens=status.generated_token_total,
             ),
         )
-
-    def _slot_time(self, serving_slots: int) -> float:
-        """Return the integral of serving slots over time until now; ``serving_slots`` apply from now on."""
-        slots, since = self._slots_since
-        now = time.monotonic()
-        self._slot_seconds += slots * (now - since)
-        self._slots_since = serving_slots, now
-        return self._slot_seconds
 
     async def run(self) -> None:
         """Renew the entry until cancelled, and immediately after every change.

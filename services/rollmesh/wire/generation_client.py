@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Self
 
 import grpc.aio
@@ -78,9 +78,7 @@ class GenerationClient:
 
     async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
         """End these calls (empty: all) as ``interrupted`` with their current tokens; returns the number ended."""
-        response = await self._send(
-            record, lambda stub: stub.Interrupt, pb.InterruptRequest(trajectory_ids=trajectory_ids)
-        )
+        response = await self._send(record, "Interrupt", pb.InterruptRequest(trajectory_ids=trajectory_ids))
         return int(response.interrupted_count)
 
     async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
@@ -90,18 +88,17 @@ class GenerationClient:
             for name, count in context_token_counts.items()
         ]
         request = pb.AcknowledgeRequest(instance_id=record.instance_id, acknowledgements=acknowledgements)
-        await self._send(record, lambda stub: stub.Acknowledge, request)
+        await self._send(record, "Acknowledge", request)
 
     async def status(self, record: GeneratorRecord) -> pb.GetStatusResponse:
-        response: pb.GetStatusResponse = await self._send(record, lambda stub: stub.GetStatus, pb.GetStatusRequest())
+        response: pb.GetStatusResponse = await self._send(record, "GetStatus", pb.GetStatusRequest())
         return response
 
-    async def _send(
-        self, record: GeneratorRecord, method: Callable[[stubs.GenerationServiceStub], Any], request: Message
-    ) -> Any:
+    async def _send(self, record: GeneratorRecord, method: str, request: Message) -> Any:
         connection = await self._connection(record.address)
+        send = getattr(connection.stub, method)
         try:
-            return await method(connection.stub)(request, metadata=call_metadata(token=self._security.sent_token))
+            return await send(request, metadata=call_metadata(token=self._security.sent_token))
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, record.address, False, self._security.explain) from error
 

@@ -163,7 +163,9 @@ class RewardClient:
                     if error.code() not in _RETRIED_CODES:
                         raise RewardUnavailable(f"reward: {reason}") from error
                     connection.failed = True
-                    self._log_retry(reason)
+                    if time.monotonic() >= self._log_retry_at:  # the deadline of a call may be minutes later
+                        self._log_retry_at = time.monotonic() + _LOG_SECONDS
+                        get_logger("reward").warning("reward_service_not_reached", message=reason)
                 finally:
                     connection.item_count -= len(batch)
                     self._retire(connection)
@@ -175,12 +177,6 @@ class RewardClient:
             await asyncio.sleep(min(_BACKOFF.seconds(attempt), max(0.0, deadline - time.monotonic())))
         reason = reason or _NONE
         raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
-
-    def _log_retry(self, reason: str) -> None:
-        """Log the reason of a retry, rate-limited, because the deadline of a call may be minutes later."""
-        if time.monotonic() >= self._log_retry_at:
-            self._log_retry_at = time.monotonic() + _LOG_SECONDS
-            get_logger("reward").warning("reward_service_not_reached", message=reason)
 
     async def _least_busy(self) -> _Connection | None:
         if not self._usable() or time.monotonic() - self._read_at >= _ADDRESS_REFRESH_SECONDS:

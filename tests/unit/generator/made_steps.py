@@ -28,10 +28,9 @@ class StepBench:
         self.cache = KvCache(
             self.arch,
             token_capacity=SLOTS * context,
-            longest=context,
+            widths=(32, context),
             dtype=torch.float32,
             device=device,
-            widths=lambda longest: (32, longest),
         )
 
     def fill(self, lengths: list[int]) -> np.ndarray:

@@ -37,9 +37,8 @@ ARCH = Architecture(
 
 
 def make_cache(token_capacity: int, longest: int = 300) -> KvCache:
-    return KvCache(
-        ARCH, token_capacity=token_capacity, longest=longest, dtype=torch.float32, device=torch.device("cpu")
-    )
+    widths = tier_widths(min(longest, token_capacity))
+    return KvCache(ARCH, token_capacity=token_capacity, widths=widths, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_widths_grow_by_half_up_to_the_longest_context():

@@ -33,25 +33,15 @@ class EngineLost(EngineError):
     """Loss of the engine's backend, or an unknown backend state: this process must exit and restart."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStatus:
-    """Load and lifetime counters of an engine; counters never decrease. The defaults are those before it starts."""
+@dataclass(slots=True, kw_only=True)
+class EngineCounters:
+    """Lifetime counters of an engine, which never decrease; any thread may read them."""
 
-    policy_version: int = -1
-    running_count: int = 0
-    waiting_count: int = 0
-    slot_count: int = 0
-    kv_tokens_used: int = 0
-    kv_token_capacity: int = 0
     generated_token_total: int = 0
     prefill_token_total: int = 0
     reprefill_token_total: int = 0
     """Prefilled tokens that this or another generator already sampled (resumed contexts)."""
     cached_token_total: int = 0
-    decode_step_total: int | None = 0
-    """Decode steps; None if the engine cannot count them."""
-    decode_seconds_total: float | None = 0.0
-    """Seconds of the decode steps, without prefills; None if the engine cannot count them."""
     busy_seconds_total: float = 0.0
     """Seconds spent in prefill and decode."""
     running_slot_seconds_total: float = 0.0
@@ -60,7 +50,23 @@ class EngineStatus:
     """Calls that lost their cache because it was full; a pause or a load is none."""
     held_back_total: int = 0
     """Times a call was held because its caller was late to save the tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStatus(EngineCounters):
+    """Load and counters of an engine; the defaults are those before it starts."""
+
+    policy_version: int = -1
+    running_count: int = 0
+    waiting_count: int = 0
+    slot_count: int = 0
+    kv_tokens_used: int = 0
+    kv_token_capacity: int = 0
     paused: bool = False
+    decode_step_total: int | None = 0
+    """Decode steps; None if the engine cannot count them."""
+    decode_seconds_total: float | None = 0.0
+    """Seconds of the decode steps, without prefills; None if the engine cannot count them."""
 
 
 class Engine(Protocol):

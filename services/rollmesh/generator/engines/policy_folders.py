@@ -33,14 +33,17 @@ _ARCHITECTURE_KEYS = (
 )
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object; EngineError if the file cannot be read, UnsupportedModel if it is no object."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read ``config.json``; EngineError if the file cannot be read, UnsupportedModel if it is no JSON object."""
+    file = folder / "config.json"
     try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{file} cannot be read: {error}") from error
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EngineError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UnsupportedModel(f"{file}: not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise UnsupportedModel(f"{file}: expected a JSON object")
+        raise UnsupportedModel(f"{file}: expected an object, got {type(data).__name__}")
     return data
 
 
@@ -196,14 +199,13 @@ class PolicyFolder:
 
 def read_folder(path: Path) -> PolicyFolder:
     """Read config.json and the headers of the weight files; EngineError names the invalid file or field."""
-    config = read_object(path / "config.json")
+    config = read_config(path)
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
     if scaling and parameters and scaling != parameters:  # libraries disagree on their precedence
         raise UnsupportedModel(
             f"{path / 'config.json'}: rope_scaling={scaling} and rope_parameters={parameters}: keep one of them; the "
             "trainer uses rope_scaling"
         )
-    tensors = read_shapes(path)
     try:
         vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     except (KeyError, TypeError, ValueError) as error:
@@ -215,7 +217,7 @@ def read_folder(path: Path) -> PolicyFolder:
         vocab_size=vocab_size,
         max_positions=max_positions,
         architecture={key: config[key] for key in _ARCHITECTURE_KEYS if key in config},
-        tensors=tensors,
+        tensors=read_shapes(path),
     )
 
 

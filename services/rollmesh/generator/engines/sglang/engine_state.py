@@ -7,12 +7,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.generator.engines.call_limits import Backlog
-from rollmesh.generator.engines.engine_protocol import EngineLost
+from rollmesh.generator.engines.engine_protocol import EngineCounters, EngineLost, EngineStatus
 from rollmesh.generator.engines.policy_folders import PolicyFolder
 from rollmesh.types import GenerationCall
 
@@ -39,17 +39,6 @@ class EngineState:
     """Prefix of this process's cache keys: an earlier process may have used the same server."""
     server_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock of the operations that pause and continue the server."""
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    reprefill_tokens: int = 0
-    cached_tokens: int = 0
-    held_back: int = 0
-    preemptions: int = 0
-
-    @property
-    def cache_key(self) -> str:
-        """Key of the prefix cache for calls that start now; it holds only keys and values of the current weights."""
-        return f"{self.cache_space}-{self.load_count}"
 
     def serving(self) -> PolicyFolder:
         """Return the first policy's folder; raise unless the engine serves."""
@@ -122,10 +111,7 @@ class SlotQueue:
 
     def __init__(self, slot_count: int) -> None:
         self.slot_count = slot_count
-        self.busy_seconds = 0.0
-        """Time with at least one running call."""
-        self.running_seconds = 0.0
-        """Integral of running calls over time."""
+        self.counters = EngineCounters()
         self.paused = False
         """True while decoding is stopped."""
         self._waiting: deque[ServerCall] = deque()
@@ -136,16 +122,8 @@ class SlotQueue:
         return iter((*self._running, *self._waiting))
 
     @property
-    def running_count(self) -> int:
-        return len(self._running)
-
-    @property
     def waiting_count(self) -> int:
         return len(self._waiting)
-
-    @property
-    def context_tokens(self) -> int:
-        return sum(len(server_call.context) for server_call in self._running)
 
     def enter(self, server_call: ServerCall) -> None:
         """Queue a call; held calls have less time from now on."""
@@ -186,9 +164,20 @@ class SlotQueue:
         """Add the time since the last change to the counters."""
         now = time.monotonic()
         if self._running and not self.paused:
-            self.busy_seconds += now - self._since
-            self.running_seconds += (now - self._since) * len(self._running)
+            self.counters.busy_seconds_total += now - self._since
+            self.counters.running_slot_seconds_total += (now - self._since) * len(self._running)
         self._since = now
+
+    def status(self) -> EngineStatus:
+        """Return the load and the counters until now."""
+        self.account()
+        return EngineStatus(
+            running_count=len(self._running),
+            waiting_count=len(self._waiting),
+            slot_count=self.slot_count,
+            kv_tokens_used=sum(len(server_call.context) for server_call in self._running),
+            **asdict(self.counters),
+        )
 
     def _wake_next(self) -> None:
         if self._waiting and len(self._running) < self.slot_count:

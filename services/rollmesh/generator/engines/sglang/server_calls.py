@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollmesh.errors import DataError, EngineError
@@ -50,7 +50,7 @@ class Calls:
     async def wait_until_ready(self, server_call: ServerCall) -> bool:
         """Wait until the call may send a request; return False if it must end as interrupted."""
         state = self._state
-        state.held_back += server_call.backlog.blocked
+        state.queue.counters.held_back_total += server_call.backlog.blocked
         since = time.monotonic()
         while True:
             if server_call.interrupted:
@@ -59,9 +59,8 @@ class Calls:
             held = state.paused or state.loading or (state.draining and not server_call.begun)
             if not (held or server_call.backlog.blocked) and (server_call.running or state.queue.take(server_call)):
                 return True
-            left: float | None = (
-                None  # a call that waits for its caller to save has a limit, unless the server is paused
-            )
+            left: float | None = None
+            # A call that waits for its caller to save has a limit, unless the server is paused.
             if server_call.backlog.blocked and not state.paused:
                 contended = state.draining or state.queue.waiting_count > 0
                 left = since + hold_seconds(contended=contended) - time.monotonic()
@@ -80,7 +79,7 @@ class Calls:
             self._choose_adapter(self._adapters, server_call)
         elif first:
             # One key for the whole call: its cache has the call's version, was dropped, or kv_min_version records it.
-            server_call.cache_key = state.cache_key
+            server_call.cache_key = f"{state.cache_space}-{state.load_count}"
             server_call.kv_min = {self._server.policy_version: self._server.policy_version}
         requested = min(server_call.call.chunk_token_count, server_call.budget)
         if self._adapters is None:
@@ -90,7 +89,11 @@ class Calls:
                 piece = await self._request(server_call, requested, adapter)
             piece = under_adapter(piece, server_call.adapter_version)
         self._count(server_call, piece, first)
-        await self._wait_while_on_trial(server_call)
+        while (state.on_trial is not None or state.loading) and not server_call.interrupted and state.failure is None:
+            server_call.changed.clear()
+            await server_call.changed.wait()
+        if state.on_trial is not None:
+            server_call.refused.add(state.on_trial)
         piece, fell = without(piece, server_call.refused | self._server.doubtful_versions, server_call.floor)
         check_finite(piece)  # after the drop: rejected weights may give any values
         server_call.slicing = False
@@ -152,8 +155,13 @@ class Calls:
     def forget(self, server_call: ServerCall) -> None:
         """Abort the request of a call whose caller has disconnected."""
         request_id, server_call.request_id = server_call.request_id, ""  # no task waits for the response any more
+
+        async def abort() -> None:
+            with contextlib.suppress(EngineError):
+                await self._server.api.abort(request_id)
+
         if request_id and not self._state.closed and self._state.failure is None:
-            self._background_tasks.start(self._ignore_errors(self._server.api.abort(request_id)))
+            self._background_tasks.start(abort())
 
     async def aclose(self) -> None:
         await self._background_tasks.cancel()
@@ -201,7 +209,10 @@ class Calls:
             while not request.done():
                 left = deadline - clock.seconds()
                 if left <= 0:
-                    raise self._timeout_error(limit)
+                    message = f"no answer to a slice within generator.sglang.request_timeout_seconds={limit:g}"
+                    if clock.seconds() - self._last_answer >= limit:
+                        state.mark_lost(EngineLost(f"the SGLang server gave {message}, nor to any other request"))
+                    raise state.failure or EngineError(f"the SGLang server gave {message}")
                 await asyncio.wait([request], timeout=left)
             if request.cancelled():
                 raise state.failure or EngineError("the request was cancelled")
@@ -216,36 +227,23 @@ class Calls:
             server_call.request = None
             request.cancel()
 
-    def _timeout_error(self, limit: float) -> EngineError:
-        message = f"no answer to a slice within generator.sglang.request_timeout_seconds={limit:g}"
-        if self._server.clock.seconds() - self._last_answer >= limit:
-            self._state.mark_lost(EngineLost(f"the SGLang server gave {message}, nor to any other request"))
-        return self._state.failure or EngineError(f"the SGLang server gave {message}")
-
-    async def _wait_while_on_trial(self, server_call: ServerCall) -> None:
-        state = self._state
-        while (state.on_trial is not None or state.loading) and not server_call.interrupted and state.failure is None:
-            server_call.changed.clear()
-            await server_call.changed.wait()
-        if state.on_trial is not None:
-            server_call.refused.add(state.on_trial)
-
     def _count(self, server_call: ServerCall, piece: Slice, first: bool) -> None:
-        state = self._state
-        state.generated_tokens += len(piece)
+        counters, prompt = self._state.queue.counters, server_call.call.prompt_token_count
+        cached = piece.cached_token_count
+        counters.generated_token_total += len(piece)
         pauses = self._server.retracting_pauses - server_call.pauses_before
-        state.preemptions += max(0, piece.retraction_count - pauses)
+        counters.preemption_total += max(0, piece.retraction_count - pauses)
         # The last token of a context is the input of the first decode step, not prefill.
         wanted = piece.prompt_token_count - 1
-        state.prefill_tokens += max(0, wanted - piece.cached_token_count)
-        state.reprefill_tokens += max(0, wanted - max(piece.cached_token_count, server_call.call.prompt_token_count))
+        counters.prefill_token_total += max(0, wanted - cached)
+        counters.reprefill_token_total += max(0, wanted - max(cached, prompt))
         for span in piece.spans[1:]:
             if server_call.kv_min_version(span.policy_version) == span.policy_version:
                 # The load dropped the cache: the new weights computed everything before this token again.
-                state.prefill_tokens += wanted + span.start
-                state.reprefill_tokens += max(0, wanted + span.start - server_call.call.prompt_token_count)
+                counters.prefill_token_total += wanted + span.start
+                counters.reprefill_token_total += max(0, wanted + span.start - prompt)
         if first:  # later slices find the call's tokens in the cache, which is not a saving
-            state.cached_tokens += piece.cached_token_count
+            counters.cached_token_total += cached
 
     async def _answered(self, calls: Sequence[ServerCall], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -254,10 +252,6 @@ class Calls:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
         return True
-
-    async def _ignore_errors(self, work: Coroutine[Any, Any, None]) -> None:
-        with contextlib.suppress(EngineError):
-            await work
 
 
 def _finish_reason(server_call: ServerCall, piece: Slice, fell: bool) -> FinishReason | None:

@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +148,12 @@ class SglangEngine:
     async def score(self, sequences: Sequence[Int32Array], policy_version: int | None = None) -> list[Float32Array]:
         vocab_size, longest = self._state.serving().vocab_size, self._options.generator.max_context_tokens
         check_sequences(sequences, vocab_size=vocab_size, longest=longest)
-        with self._naming(policy_version) as adapter:
+        adapters = self._adapters
+        if adapters is None:
+            return await self._score(sequences, None)
+        if policy_version is not None and not adapters.has(policy_version):
+            raise EngineError(f"policy version {policy_version} is not loaded; stage it before it is scored")
+        with adapters.named(self._state.in_service if policy_version is None else policy_version) as adapter:
             return await self._score(sequences, adapter)
 
     async def pause(self) -> None:
@@ -179,30 +184,18 @@ class SglangEngine:
 
     def status(self) -> EngineStatus:
         """Return load and counters as counted by this engine; EngineError if the server is lost."""
-        state, queue = self._state, self._queue
+        state = self._state
         if state.folder is None:
             raise EngineError("the engine has not been started")
         if state.failure is not None:
             raise state.failure
-        queue.account()
-        return EngineStatus(
+        return replace(
+            self._queue.status(),
             policy_version=self._server.policy_version if self._adapters is None else state.in_service,
-            running_count=queue.running_count,
-            waiting_count=queue.waiting_count,
-            slot_count=queue.slot_count,
-            kv_tokens_used=queue.context_tokens,
             kv_token_capacity=self._server.kv_token_capacity,
-            generated_token_total=state.generated_tokens,
-            prefill_token_total=state.prefill_tokens,
-            reprefill_token_total=state.reprefill_tokens,
-            cached_token_total=state.cached_tokens,
+            paused=state.paused,
             decode_step_total=None,  # the server does not report it
             decode_seconds_total=None,
-            busy_seconds_total=queue.busy_seconds,
-            running_slot_seconds_total=queue.running_seconds,
-            preemption_total=state.preemptions,
-            held_back_total=state.held_back,
-            paused=state.paused,
         )
 
     async def aclose(self) -> None:
@@ -231,15 +224,6 @@ class SglangEngine:
             await adapters.load(folder, version)
         except EngineError as error:
             raise self._state.failure or await self._server.explain(error) from error
-
-    def _naming(self, version: int | None) -> AbstractContextManager[str | None]:
-        """Keep a version, or the one in service, loaded for a block and yield its name; None for full weights."""
-        adapters = self._adapters
-        if adapters is None:
-            return contextlib.nullcontext()
-        if version is not None and not adapters.has(version):
-            raise EngineError(f"policy version {version} is not loaded; stage it before it is scored")
-        return adapters.named(self._state.in_service if version is None else version)
 
     async def _score(self, sequences: Sequence[Int32Array], adapter: str | None) -> list[Float32Array]:
         """Score sequences on the server, which continues for that time if it is paused."""
@@ -311,7 +295,13 @@ class SglangEngine:
         before = self._server.policy_version
         state.loading = True
         try:
-            await self._hold(plan)
+            if plan.end_running:
+                ending = [server_call for server_call in self._queue if server_call.begun]
+                self._calls.mark_interrupted(ending)
+                await self._calls.end_requests(ending)
+            if not self._server.paused or plan.pause_mode != "in_place":  # also changes a pause in place to retract
+                await self._server.pause(plan.pause_mode)
+            self._queue.set_paused(True)
             await self._server.load(folder, version, flush=plan.flush)
             self._stamp(before, version, plan)
         finally:
@@ -320,16 +310,6 @@ class SglangEngine:
                 self._queue.set_paused(False)
             state.loading = False
         return time.monotonic() - started
-
-    async def _hold(self, plan: ReloadPlan) -> None:
-        """End the running calls and pause the server according to the plan."""
-        if plan.end_running:
-            ending = [server_call for server_call in self._queue if server_call.begun]
-            self._calls.mark_interrupted(ending)
-            await self._calls.end_requests(ending)
-        if not self._server.paused or plan.pause_mode != "in_place":  # also changes a pause in place to retract
-            await self._server.pause(plan.pause_mode)
-        self._queue.set_paused(True)
 
     def _stamp(self, before: int, version: int, plan: ReloadPlan) -> None:
         """Record the new version: the version of further tokens, and the tokens that running slices may deliver."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rollmesh.errors import EngineError, UnsupportedModel
+from rollmesh.errors import UnsupportedModel
+from rollmesh.generator.engines.policy_folders import read_config
 
 _FAMILIES = ("qwen2", "qwen3", "llama")
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
@@ -57,16 +57,7 @@ class Architecture:
 
 def read_architecture(folder: Path) -> Architecture:
     """Read ``config.json``; UnsupportedModel names a missing or unsupported key."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise EngineError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UnsupportedModel(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UnsupportedModel(f"{file}: expected an object, got {type(config).__name__}")
-    return architecture_from_config(config)
+    return architecture_from_config(read_config(folder))
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
@@ -74,7 +65,13 @@ def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
     family = config.get("model_type")
     if family not in _FAMILIES:
         raise UnsupportedModel(f"config.model_type={family!r}: the torch engine serves {', '.join(_FAMILIES)}")
-    _refuse_unsupported(config)
+    for key in ("use_sliding_window", "mlp_bias", "quantization_config"):
+        if config.get(key):
+            raise UnsupportedModel(f"config.{key}={config[key]!r} is not supported")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise UnsupportedModel(f"config.hidden_act={activation!r}: only silu is supported")
+    if other := [kind for kind in config.get("layer_types") or () if kind != "full_attention"]:
+        raise UnsupportedModel(f"config.layer_types: {other[0]!r} is not supported, only full_attention is")
     heads = _integer(config, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads", _ABSENT_KV_HEADS[family]) or heads
     if heads % kv_heads:
@@ -110,21 +107,6 @@ def difference(running: Architecture, other: Architecture) -> str:
         if here != there:
             return f"{f.name} is {there}, the running policy has {here}"
     return ""
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModel(f"config.hidden_act={activation!r}: only silu is supported")
-    if config.get("use_sliding_window"):
-        raise UnsupportedModel("config.use_sliding_window=true: sliding-window attention is not supported")
-    other = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
-    if other:
-        raise UnsupportedModel(f"config.layer_types: {other[0]!r} is not supported, only full_attention is")
-    if config.get("mlp_bias"):
-        raise UnsupportedModel("config.mlp_bias=true is not supported")
-    if config.get("quantization_config"):
-        raise UnsupportedModel("config.quantization_config: quantised weights are not supported")
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,29 +20,19 @@ from torch import Tensor
 
 from rollmesh.generator.engines.torch.architecture import Architecture
 
-_NARROWEST = 64
-_GROWTH = 1.5
 _ALIGNMENT = 16
-_COARSE_NARROWEST, _COARSE_GROWTH, _COARSE_SLACK = 256, 2.0, 1.25
 
 TierRows = tuple[tuple[int, int], ...]
 """Number and row count of each tier in use."""
 
 
-def tier_widths(longest: int) -> tuple[int, ...]:
-    """Return ascending tier widths up to exactly ``longest`` tokens; each is about 1.5 times the previous one."""
-    return _widths(longest, longest, _NARROWEST, _GROWTH)
+def tier_widths(longest: int, *, coarse: bool = False) -> tuple[int, ...]:
+    """Return ascending tier widths up to exactly ``longest`` tokens; each is about 1.5 times the previous one.
 
-
-def coarse_tier_widths(longest: int) -> tuple[int, ...]:
-    """Return few tier widths for a GPU: doubling from 256, the last one at most 1.25 times a doubling.
-
-    Each tier costs several kernel launches per layer, and each combination of tiers in use needs its own graph.
+    ``coarse`` widths are for a GPU, where each tier costs several kernel launches per layer, and each combination of
+    tiers in use needs its own graph: they double from 256, the last one is at most 1.25 times a doubling.
     """
-    return _widths(longest, math.ceil(longest / _COARSE_SLACK), _COARSE_NARROWEST, _COARSE_GROWTH)
-
-
-def _widths(longest: int, below: int, width: int, growth: float) -> tuple[int, ...]:
+    below, width, growth = (math.ceil(longest / 1.25), 256, 2.0) if coarse else (longest, 64, 1.5)
     widths = []
     while width < below:
         widths.append(width)
@@ -88,26 +78,24 @@ class Tier:
         """Return the slice of these rows in ``keys`` and ``values`` (dimension 1) and ``mask`` (dimension 0)."""
         return slice(start * self._heads, stop * self._heads)
 
+    def row(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of one row's keys, values and mask."""
+        rows = self.rows(index, index + 1)
+        return self.keys[:, rows], self.values[:, rows], self.mask[rows]
+
     def exchange(self, one: int, other: int) -> None:
-        here, there = self.rows(one, one + 1), self.rows(other, other + 1)
-        for block, mine, theirs in (
-            (self.keys, (slice(None), here), (slice(None), there)),
-            (self.values, (slice(None), here), (slice(None), there)),
-            (self.mask, (here,), (there,)),
-        ):
-            kept = block[mine].clone()
-            block[mine] = block[theirs]
-            block[theirs] = kept
+        for here, there in zip(self.row(one), self.row(other), strict=True):
+            kept = here.clone()
+            here.copy_(there)
+            there.copy_(kept)
         self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
 
     def remove(self, index: int) -> None:
         """Remove a row; the last row takes its place."""
         last = len(self.slots) - 1
         if index != last:
-            hole, tail = self.rows(index, index + 1), self.rows(last, last + 1)
-            self.keys[:, hole] = self.keys[:, tail]
-            self.values[:, hole] = self.values[:, tail]
-            self.mask[hole] = self.mask[tail]
+            for hole, tail in zip(self.row(index), self.row(last), strict=True):
+                hole.copy_(tail)
             self.slots[index] = self.slots[last]
         self.slots.pop()
 
@@ -120,15 +108,14 @@ class KvCache:
         arch: Architecture,
         *,
         token_capacity: int,
-        longest: int,
+        widths: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        widths: Callable[[int], Sequence[int]] = tier_widths,
     ) -> None:
         self.token_capacity = token_capacity
-        self.longest = min(longest, token_capacity)
+        self.longest = widths[-1]
         """Longest context that one row can hold."""
-        self.tiers = [Tier(arch, width, dtype, device) for width in widths(self.longest)]
+        self.tiers = [Tier(arch, width, dtype, device) for width in widths]
         self.views: OrderedDict[TierRows, Any] = OrderedDict()
         """Objects that address the memory of tiers; dropped before the block of one of their tiers is reallocated."""
         self._place: dict[int, tuple[Tier, int]] = {}
@@ -153,16 +140,15 @@ class KvCache:
 
     def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
         """Write the first positions of a slot: keys [layers, kv_heads, d, n], values [layers, kv_heads, n, d]."""
-        tier, index = self._place[slot]
-        rows, count = tier.rows(index, index + 1), values.shape[2]
-        tier.keys[:, rows, :, :count] = keys
-        tier.values[:, rows, :count] = values
+        into_keys, into_values = self.read(slot, values.shape[2])
+        into_keys.copy_(keys)
+        into_values.copy_(values)
 
     def read(self, slot: int, count: int) -> tuple[Tensor, Tensor]:
         """Return views of the first ``count`` positions of a slot, in the shapes of ``write``."""
         tier, index = self._place[slot]
-        rows = tier.rows(index, index + 1)
-        return tier.keys[:, rows, :, :count], tier.values[:, rows, :count]
+        keys, values, _ = tier.row(index)
+        return keys[..., :count], values[:, :, :count]
 
     def add(self, slot: int, length: int) -> None:
         """Give ``slot`` a row of ``length`` valid tokens, to be written next; the caller has checked ``has_room``."""
@@ -171,8 +157,7 @@ class KvCache:
         self._reserve(tier, index + 1)
         tier.slots.append(slot)
         self._place[slot] = (tier, index)
-        mask = tier.mask[tier.rows(index, index + 1)]
-        mask.fill_(-torch.inf)
+        mask = tier.row(index)[2].fill_(-torch.inf)
         mask[..., :length] = 0.0
 
     def remove(self, slot: int) -> None:
@@ -195,7 +180,7 @@ class KvCache:
     def trim(self, slot: int, length: int) -> None:
         """Mask everything after the first ``length`` tokens of a slot: padded steps may have written there."""
         tier, index = self._place[slot]
-        tier.mask[tier.rows(index, index + 1), :, length:] = -torch.inf
+        tier.row(index)[2][..., length:] = -torch.inf
 
     def next_width(self, slot: int) -> int:
         tier, _ = self._place[slot]

@@ -51,13 +51,15 @@ class Swap:
     done: Future[float]
 
 
-class ModelThread:
-    """Owner of the batch; every method but ``post``, ``start`` and ``join`` runs in the model thread."""
+class ModelThread(threading.Thread):
+    """Owner of the batch; every method but ``post`` runs in this thread."""
 
     def __init__(self, batch: RunningBatch, config: GeneratorConfig, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(name="torch-engine", daemon=True)
         self.batch = batch
         self.waiting: list[RunningCall] = []
         self.paused = False
+        """True while decoding is stopped; running calls stay in their slots."""
         self.failure: Exception | None = None
         self._config = config
         self._loop = loop
@@ -73,13 +75,6 @@ class ModelThread:
         self._swaps: list[Swap] = []
         self._ended = False
         self._ending = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
 
     def post(self, command: Callable[[], None]) -> bool:
         """Run ``command`` in the model thread between two steps; return False if the thread has ended."""
@@ -113,10 +108,6 @@ class ModelThread:
         self._deliver()
         return len(running) + len(queued)
 
-    def set_paused(self, paused: bool) -> None:
-        """Stop or continue decoding; running calls stay in their slots."""
-        self.paused = paused
-
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
         """Record the tokens that callers have saved; calls held for them continue."""
         for call in (*self.batch.slots.running(), *self.waiting):
@@ -130,6 +121,9 @@ class ModelThread:
         waiting = (c.adapter_version for c in self.waiting if c.adapter_version is not None)
         self.batch.serve_adapter(version, kept_versions, set(waiting))
 
+    def set_paused(self, paused: bool) -> None:
+        self.paused = paused
+
     def request_swap(self, swap: Swap) -> None:
         """Put a policy in service now, or as soon as the running calls have finished (drain)."""
         self._swaps.append(swap)
@@ -141,7 +135,7 @@ class ModelThread:
         self.interrupt(None)
         self._stopping = True
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             with torch.inference_mode():
                 while not self._stopping:
@@ -171,12 +165,12 @@ class ModelThread:
             rest = step_seconds(self._config.pace, running) - (time.perf_counter() - started)
             if rest > 0:
                 time.sleep(rest)
-            counters.decode_seconds_total += time.perf_counter() - step_started
+            self.batch.decode_seconds += time.perf_counter() - step_started
         seconds = time.perf_counter() - started
         counters.busy_seconds_total += seconds
         counters.running_slot_seconds_total += seconds * running
         self._try_swaps()
-        if not self.batch.active_count or counters.decode_step_total % _STRIDE == 0:
+        if not self.batch.active_count or self.batch.decode_steps % _STRIDE == 0:
             self._deliver()
         self._stuck = not running and self.batch.held_since is not None
 

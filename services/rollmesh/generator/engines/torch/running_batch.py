@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rollmesh.errors import EngineError
+from rollmesh.generator.engines.engine_protocol import EngineCounters
 from rollmesh.generator.engines.torch.adapters import BASE, Factors
 from rollmesh.generator.engines.torch.decode_step import Stepper
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel, prefill_batches
@@ -21,22 +21,6 @@ from rollmesh.generator.engines.torch.slots import RunningCall, SlotTable
 from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array
 
 _HISTORY = 512
-
-
-@dataclass(slots=True)
-class Counters:
-    """Lifetime counters of ``engine_protocol.EngineStatus``, by the same names; any thread may read them."""
-
-    generated_token_total: int = 0
-    prefill_token_total: int = 0
-    reprefill_token_total: int = 0
-    cached_token_total: int = 0
-    decode_step_total: int = 0
-    held_back_total: int = 0
-    preemption_total: int = 0
-    busy_seconds_total: float = 0.0
-    decode_seconds_total: float = 0.0
-    running_slot_seconds_total: float = 0.0
 
 
 class RunningBatch:
@@ -53,7 +37,9 @@ class RunningBatch:
         self.adapters = model.adapters
         self.cache = cache
         self.policy_version = policy_version
-        self.counters = Counters()
+        self.counters = EngineCounters()
+        self.decode_steps = 0
+        self.decode_seconds = 0.0
         self.outbox: list[tuple[RunningCall, Chunk | Exception]] = []
         """Chunks and final errors to deliver to the callers."""
         self.response_lengths: deque[int] = deque(maxlen=_HISTORY)
@@ -111,7 +97,7 @@ class RunningBatch:
         self.slots.record(tokens, logprobs)
         self._planned_steps -= 1
         order.steps_left -= 1
-        self.counters.decode_step_total += 1
+        self.decode_steps += 1
         self.counters.generated_token_total += len(tokens)
         stopped = order.stopped(tokens)
         if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:  # NaN compares as False

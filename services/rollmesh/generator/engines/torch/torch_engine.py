@@ -21,7 +21,7 @@ from rollmesh.generator.engines.torch.adapters import BASE, AdapterReader, Adapt
 from rollmesh.generator.engines.torch.architecture import Architecture, difference, read_architecture
 from rollmesh.generator.engines.torch.decode_step import make_stepper
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel, prefill_batches
-from rollmesh.generator.engines.torch.kv_cache import KvCache, coarse_tier_widths, tier_widths
+from rollmesh.generator.engines.torch.kv_cache import KvCache, tier_widths
 from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
 from rollmesh.generator.engines.torch.slots import RunningCall
@@ -76,10 +76,9 @@ class TorchEngine:
         cache = KvCache(
             arch,
             token_capacity=config.kv_tokens,
-            longest=config.max_context_tokens,
+            widths=tier_widths(min(config.max_context_tokens, config.kv_tokens), coarse=graphs),
             dtype=self._dtype,
             device=self._device,
-            widths=coarse_tier_widths if graphs else tier_widths,
         )
         stack = None
         if self._adapter is not None and self._adapter_reader is not None:
@@ -184,7 +183,13 @@ class TorchEngine:
             return await asyncio.to_thread(_score, model, sequences)
         if policy_version is not None and not self._is_loaded(policy_version):
             raise EngineError(f"policy version {policy_version} is not loaded; stage it before it is scored")
-        return await self._call(lambda thread: _score_in_use(thread.batch, sequences, policy_version))
+
+        def score_in_use(thread: ModelThread) -> list[Float32Array]:
+            batch, adapters = thread.batch, thread.batch.adapters
+            version = batch.policy_version if policy_version is None else policy_version
+            return _score(batch.model, sequences, BASE if adapters is None else adapters.place_of(version))
+
+        return await self._call(score_in_use)
 
     async def pause(self) -> None:
         await self._call(lambda thread: thread.set_paused(True))
@@ -201,15 +206,18 @@ class TorchEngine:
             raise EngineError("the engine has not been started")
         if thread.failure is not None:
             raise thread.failure
+        batch = thread.batch
         return EngineStatus(
-            policy_version=thread.batch.policy_version,
-            running_count=thread.batch.running_count,
+            policy_version=batch.policy_version,
+            running_count=batch.running_count,
             waiting_count=len(thread.waiting),
             slot_count=self._config.slots,
-            kv_tokens_used=thread.batch.slots.cached_total,
+            kv_tokens_used=batch.slots.cached_total,
             kv_token_capacity=self._config.kv_tokens,
             paused=thread.paused,
-            **asdict(thread.batch.counters),
+            decode_step_total=batch.decode_steps,
+            decode_seconds_total=batch.decode_seconds,
+            **asdict(batch.counters),
         )
 
     async def aclose(self) -> None:
@@ -264,15 +272,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"generator.device={name}: this machine or this build of torch has no CUDA; set cpu or auto")
     return torch.device(name)
-
-
-def _score_in_use(
-    batch: RunningBatch, sequences: Sequence[Int32Array], policy_version: int | None
-) -> list[Float32Array]:
-    place = BASE
-    if batch.adapters is not None:
-        place = batch.adapters.place_of(batch.policy_version if policy_version is None else policy_version)
-    return _score(batch.model, sequences, place)
 
 
 @torch.inference_mode()
