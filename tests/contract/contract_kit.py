@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -17,13 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, Qwen3Config
 
-from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.runtime.addresses import free_port
-from rollmesh.types import Chunk, Float32Array, GenerationCall, Int32Array
+from rollmesh.types import Chunk, Float32Array, Int32Array
 
 from ..kit import models
-from ..kit.generation import VOCAB, Rollout, load_model, make_call, prompt_ids
-from ..kit.waiting import reached
+from ..kit.generation import VOCAB, load_model
 
 EOS = 7
 """The models' own end token: it ends a call only if the call says so."""
@@ -85,46 +81,6 @@ def hf_mixed_logprobs(folders: Iterable[Path], context: Int32Array, chunks: list
             found.append(torch.log_softmax(logits, -1).gather(1, tokens).squeeze(1).numpy())
             inputs = chunk.token_ids[-1:]
     return np.concatenate(found)
-
-
-class Running:
-    """Calls under way, each of which has delivered tokens."""
-
-    def __init__(self, engine: Engine, calls: list[GenerationCall]) -> None:
-        self.rollouts = [Rollout(call, []) for call in calls]
-        self.tasks = [asyncio.create_task(self._read(engine, rollout)) for rollout in self.rollouts]
-
-    async def _read(self, engine: Engine, rollout: Rollout) -> None:
-        async for chunk in engine.generate(rollout.call):
-            rollout.chunks.append(chunk)
-
-    async def begun(self, chunks: int = 1) -> Running:
-        await reached(lambda: all(len(r.chunks) >= chunks or t.done() for r, t in self.pairs()))
-        for task in self.tasks:
-            if task.done():
-                task.result()
-        return self
-
-    def pairs(self) -> list[tuple[Rollout, asyncio.Task[None]]]:
-        return list(zip(self.rollouts, self.tasks, strict=True))
-
-    async def end(self) -> list[Rollout]:
-        async with asyncio.timeout(WAIT_SECONDS):
-            await asyncio.gather(*self.tasks)
-        return self.rollouts
-
-    async def end_saved(self, engine: Engine) -> list[Rollout]:
-        """End calls that have a limit of unacknowledged tokens: acknowledge their tokens as they arrive."""
-        while not all(task.done() for task in self.tasks):
-            engine.acknowledge({r.call.trajectory_id: len(r.ids) for r in self.rollouts if r.chunks})
-            await asyncio.sleep(0.001)
-        return await self.end()
-
-
-async def start_calls(engine: Engine, count: int, **changes: Any) -> Running:
-    """Long calls that have delivered their first chunk."""
-    fields = {"max_new_token_count": 200, **changes}
-    return await Running(engine, [make_call(f"t{i}", prompt_ids(i, 8), **fields) for i in range(count)]).begun()
 
 
 class StandIn:

@@ -12,9 +12,9 @@ from rollmesh.errors import DataError, GenerationRefused
 from rollmesh.generator.engines import call_limits
 from rollmesh.types import FinishReason
 
-from ..kit.generation import VOCAB, collect, hf_logprobs, make_call, prompt_ids
+from ..kit.generation import VOCAB, Running, collect, hf_logprobs, make_call, prompt_ids, start_calls
 from ..kit.waiting import reached
-from .contract_kit import EOS, LONGEST, WAIT_SECONDS, Running, hf_greedy, start_calls
+from .contract_kit import EOS, LONGEST, WAIT_SECONDS, hf_greedy
 
 _POSTS = ("generate", "abort_request", "pause_generation", "continue_generation", "update_weights_from_disk")
 

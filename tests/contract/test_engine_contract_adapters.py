@@ -15,9 +15,9 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
 from ..kit.adapters import change_config, change_tensors, write_adapter
-from ..kit.generation import collect, hf_logprobs, make_call, prompt_ids
+from ..kit.generation import Running, collect, hf_logprobs, make_call, prompt_ids, start_calls
 from ..kit.waiting import reached
-from .contract_kit import WAIT_SECONDS, Running, hf_greedy, start_calls
+from .contract_kit import WAIT_SECONDS, hf_greedy
 
 _TENSOR = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
 

@@ -13,9 +13,9 @@ from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
-from ..kit.generation import collect, hf_logprobs, make_call, prompt_ids
+from ..kit.generation import Running, collect, hf_logprobs, make_call, prompt_ids, start_calls
 from ..kit.waiting import reached
-from .contract_kit import WAIT_SECONDS, Running, hf_mixed_logprobs, start_calls, write_model, write_nan
+from .contract_kit import WAIT_SECONDS, hf_mixed_logprobs, write_model, write_nan
 
 
 def _truncate(folder):

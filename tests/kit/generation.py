@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
+
+from .waiting import reached
 
 VOCAB = 61
 
@@ -57,7 +60,7 @@ class Rollout:
 
     @property
     def tokens(self) -> Int32Array:
-        return np.concatenate([c.token_ids for c in self.chunks])
+        return np.concatenate([np.empty(0, np.int32), *(c.token_ids for c in self.chunks)])
 
     @property
     def ids(self) -> Int32Array:
@@ -66,7 +69,7 @@ class Rollout:
 
     @property
     def logprobs(self) -> Float32Array:
-        return np.concatenate([c.behavior_logprobs for c in self.chunks])
+        return np.concatenate([np.empty(0, np.float32), *(c.behavior_logprobs for c in self.chunks)])
 
     @property
     def reason(self) -> FinishReason | None:
@@ -92,3 +95,43 @@ class Rollout:
 
 async def collect(engine: Engine, call: GenerationCall) -> Rollout:
     return Rollout(call, [chunk async for chunk in engine.generate(call)])
+
+
+class Running:
+    """Calls under way, each of which has delivered tokens."""
+
+    def __init__(self, engine: Engine, calls: list[GenerationCall]) -> None:
+        self.rollouts = [Rollout(call, []) for call in calls]
+        self.tasks = [asyncio.create_task(self._read(engine, rollout)) for rollout in self.rollouts]
+
+    async def _read(self, engine: Engine, rollout: Rollout) -> None:
+        async for chunk in engine.generate(rollout.call):
+            rollout.chunks.append(chunk)
+
+    async def begun(self, chunks: int = 1) -> Running:
+        await reached(lambda: all(len(r.chunks) >= chunks or t.done() for r, t in self.pairs()))
+        for task in self.tasks:
+            if task.done():
+                task.result()
+        return self
+
+    def pairs(self) -> list[tuple[Rollout, asyncio.Task[None]]]:
+        return list(zip(self.rollouts, self.tasks, strict=True))
+
+    async def end(self) -> list[Rollout]:
+        async with asyncio.timeout(180):
+            await asyncio.gather(*self.tasks)
+        return self.rollouts
+
+    async def end_saved(self, engine: Engine) -> list[Rollout]:
+        """End calls that have a limit of unacknowledged tokens: acknowledge their tokens as they arrive."""
+        while not all(task.done() for task in self.tasks):
+            engine.acknowledge({r.call.trajectory_id: len(r.ids) for r in self.rollouts if r.chunks})
+            await asyncio.sleep(0.001)
+        return await self.end()
+
+
+async def start_calls(engine: Engine, count: int, **changes: Any) -> Running:
+    """Long calls that have delivered their first chunk."""
+    fields = {"max_new_token_count": 200, **changes}
+    return await Running(engine, [make_call(f"t{i}", prompt_ids(i, 8), **fields) for i in range(count)]).begun()

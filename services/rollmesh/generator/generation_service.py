@@ -188,7 +188,6 @@ class GenerationService(stubs.GenerationServiceServicer):
 
 @asynccontextmanager
 async def _aborting(context: Context) -> AsyncIterator[None]:
-    """Abort the call with the error that the block raises."""
     try:
         yield
     except (GenerationRefused, DataError, EngineError) as error:

@@ -198,7 +198,6 @@ class PolicyLoader:
             raise
 
     async def _restore_old_policy(self) -> bool:
-        """Load the last good policy again; return True if it is in the engine."""
         if self.serving is None:
             return False
         version = self.serving.manifest.policy_version
@@ -230,7 +229,6 @@ class PolicyLoader:
         self._canary.check(scores)
 
     async def _verified(self, record: PolicyRecord, like: Manifest | None = None) -> VerifiedPolicy:
-        """Verify a policy before the engine reads it. Raises CheckpointError."""
         return await self._timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
 
     async def staged(self, record: PolicyRecord, like: Manifest | None) -> tuple[VerifiedPolicy, bool]:
@@ -250,13 +248,13 @@ class PolicyLoader:
             # A damaged copy of an object store's policy is pulled again; in a shared folder this raises the error.
             policy = await self._timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
             return policy, await self._timed("stage", self._engine.stage(policy.folder, record.policy_version))
-        for result in (verified, scorable):
-            if isinstance(result, BaseException):
-                raise result
+        if isinstance(verified, BaseException):
+            raise verified
+        if isinstance(scorable, BaseException):
+            raise scorable
         return verified, scorable
 
     async def _timed(self, phase: str, work: Awaitable[T]) -> T:
-        """Await ``work`` and record its seconds, unless it fails."""
         started = time.monotonic()
         result = await work
         self._metrics.phase_seconds.labels(phase=phase).observe(time.monotonic() - started)

@@ -148,7 +148,6 @@ class PolicyWatcher:
         return True
 
     async def _load_or_refuse(self, record: PolicyRecord) -> bool:
-        """Load a policy; returns False if the load must be retried soon."""
         try:
             await self._load(record)
         except CheckpointError as error:

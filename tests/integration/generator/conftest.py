@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,9 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.checkpoints.bucket import open_checkpoints
-from rollmesh.store import EmbeddedServer, TrajectoryStore
-from rollmesh.wire.generation_client import GenerationClient
+from rollmesh.store import EmbeddedServer
 
-from .generator_run import GeneratorRun, make_config
-
-_NUMBERS = itertools.count()
+from .generator_run import runs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,14 +24,5 @@ def _quiet() -> None:
 @pytest.fixture
 async def make_run(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """``await make_run(pace=SLOW)``: a run with these options of ``make_config``, without policies and generators."""
-    async with AsyncExitStack() as stack:
-
-        async def make(**options: Any) -> GeneratorRun:
-            config = make_config(tmp_path / f"run{next(_NUMBERS)}", server, **options)
-            store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
-            client = await stack.enter_async_context(GenerationClient())
-            run = GeneratorRun(config, store, open_checkpoints(config), client)
-            stack.push_async_callback(run.aclose)
-            return run
-
+    async with runs(server, tmp_path) as make:
         yield make

@@ -3,42 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import httpx
 import yaml
 from transformers import Qwen2Config
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.generator.main import serve
+from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.types import (
     Chunk,
     FinishReason,
-    Float32Array,
     GenerationCall,
     GeneratorRecord,
     Int32Array,
     PolicyRecord,
     VersionNeed,
 )
+from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.wire.generation_client import GenerationClient
 
 from ...kit import generation, models
-from ...kit.generation import VOCAB, hf_logprobs, prompt_ids
+from ...kit.generation import VOCAB, Rollout, hf_logprobs, prompt_ids
 from ...kit.waiting import reached
 from ...kit.warm import GENERATOR, WarmProcess, template
 
+_NUMBERS = itertools.count()
+CANARY = [prompt_ids(90 + i, 20) for i in range(2)]
 SECRET = "0123456789abcdef0123456789abcdef"
 SLOW = [[1, 0.02]]
 """A pace at which a call of a hundred tokens can be met half-way, by a process that comes a second late, too."""
@@ -96,28 +103,34 @@ def make_call(name: str = "t", context: Int32Array | None = None, **changes: Any
     return generation.make_call(name, context, **{"max_new_token_count": 150, "seed": 3, **changes})
 
 
-@dataclass
-class Stream:
+def raw_request(instance_id: str, **changes: Any) -> pb.GenerateRequest:
+    """A call of 5 tokens as bytes on the wire have it: what ``make_call`` cannot say is in ``changes``."""
+    context = pb.GenerateRequest().context_ids
+    context.dtype, context.data = 1, prompt_ids(0).tobytes()
+    fields: dict[str, Any] = {
+        "trajectory_id": "t",
+        "sampling": {"temperature": 1.0, "top_p": 1.0},
+        "max_new_token_count": 5,
+        "chunk_token_count": 4,
+        "prompt_token_count": 12,
+        **changes,
+    }
+    return pb.GenerateRequest(context_ids=context, instance_id=instance_id, **fields)
+
+
+@dataclass(frozen=True)
+class Stream(Rollout):
     """A call under way, and its chunks so far."""
 
     task: asyncio.Task[None]
-    chunks: list[Chunk]
-
-    @property
-    def tokens(self) -> Int32Array:
-        return np.concatenate([np.empty(0, np.int32), *(c.token_ids for c in self.chunks)])
-
-    @property
-    def logprobs(self) -> Float32Array:
-        return np.concatenate([np.empty(0, np.float32), *(c.behavior_logprobs for c in self.chunks)])
 
     @property
     def versions(self) -> set[int]:
-        return {c.policy_version for c in self.chunks if len(c.token_ids)}
+        return {version for version, _ in self.stamps}
 
     async def end(self) -> FinishReason | None:
         await self.task
-        return self.chunks[-1].finish_reason
+        return self.reason
 
 
 @dataclass
@@ -171,23 +184,25 @@ class GeneratorRun:
             await self.store.limits.init_run(run_limits(self.config))
             self.session = await self.store.training.open_session("test")
         source = write_model(self.folder / f"model-{version}", version if seed is None else seed, hidden_size)
-        canary = [
-            CanarySequence(
-                token_ids=prompt_ids(90 + i, 20).tolist(),
-                logprobs=(hf_logprobs(source, prompt_ids(90 + i, 20)) - canary_error).tolist(),
-            )
-            for i in range(2)
-        ]
-        record = self.checkpoints.publish(
+        return self.write(version, source, source, canary_error=canary_error)
+
+    def write(
+        self, version: int, source: Path, model: Path, *, canary_error: float = 0.0, base: BasePolicy | None = None
+    ) -> PolicyRecord:
+        """Write the files of ``source`` as a policy that computes what ``model`` does."""
+        self.models[version] = model
+        return self.checkpoints.publish(
             session=self.session,
             policy_version=version,
             train_step=version,
             parent=version - 1 if version else None,
             write=lambda folder: [shutil.copy(f, folder) for f in source.iterdir()] and None,
-            canary=canary,
+            canary=[
+                CanarySequence(token_ids=ids.tolist(), logprobs=(hf_logprobs(model, ids) - canary_error).tolist())
+                for ids in CANARY
+            ],
+            base=base,
         )
-        self.models[version] = source
-        return record
 
     async def begin(self) -> GeneratorRecord:
         """Publish version 0, and start a generator that serves it."""
@@ -245,6 +260,22 @@ class GeneratorRun:
         await self.until(f"{count} generators serving {version}", there, seconds)
         return sorted(found, key=lambda g: g.address)
 
+    async def out_of_rotation(self, reason: str = "canary") -> None:
+        """Wait until a generator takes no calls for this reason."""
+
+        async def out() -> bool:
+            return any(reason in g.reason and not g.serving for g in await self.store.generators.live())
+
+        await self.until("the generator to leave the rotation", out)
+
+    async def metric(self, name: str, index: int = 0) -> float:
+        """Value of a metric of one generator; the name of one with labels of its own ends with them."""
+        (admin,) = [e.admin for e in read_endpoints(self.folder, "generator") if e.index == index]
+        async with httpx.AsyncClient(timeout=60) as client:
+            text = (await client.get(f"http://{admin}/metrics")).text
+        (line,) = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        return float(line.split()[-1])
+
     def stream(self, record: GeneratorRecord, call: GenerationCall, **need: Any) -> Stream:
         """Start a call."""
         chunks: list[Chunk] = []
@@ -253,7 +284,7 @@ class GeneratorRun:
             async for chunk in self.client.generate(record, call, VersionNeed(**need)):
                 chunks.append(chunk)
 
-        return Stream(asyncio.create_task(read()), chunks)
+        return Stream(call, chunks, asyncio.create_task(read()))
 
     async def under_way(self, record: GeneratorRecord, call: GenerationCall, chunks: int = 2, **need: Any) -> Stream:
         """Start a call and wait for its first chunks."""
@@ -275,3 +306,19 @@ class GeneratorRun:
         for generator in self.inside:
             generator.shutdown.set()
         await asyncio.gather(*(g.task for g in self.inside), return_exceptions=True)
+
+
+@asynccontextmanager
+async def runs(server: EmbeddedServer, folder: Path) -> AsyncIterator[Callable[..., Awaitable[GeneratorRun]]]:
+    """Yield a function that makes a run with options of ``make_config``, without policies and generators."""
+    async with AsyncExitStack() as stack:
+
+        async def make(**options: Any) -> GeneratorRun:
+            config = make_config(folder / f"run{next(_NUMBERS)}", server, **options)
+            store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
+            client = await stack.enter_async_context(GenerationClient())
+            run = GeneratorRun(config, store, open_checkpoints(config), client)
+            stack.push_async_callback(run.aclose)
+            return run
+
+        yield make

@@ -14,8 +14,7 @@ from rollmesh.types import FinishReason
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
-from ...kit.generation import prompt_ids
-from .generator_run import make_call
+from .generator_run import make_call, raw_request
 
 SERVICE = "/rollmesh.v1.GenerationService/"
 METHODS = ("Generate", "Interrupt", "Acknowledge", "LoadPolicy", "Pause", "Resume", "Drain", "GetStatus")
@@ -48,20 +47,6 @@ ALLOWED_CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def request(instance_id: str, **changes: Any) -> pb.GenerateRequest:
-    context = pb.GenerateRequest().context_ids
-    context.dtype, context.data = 1, prompt_ids(0).tobytes()
-    fields: dict[str, Any] = {
-        "trajectory_id": "t",
-        "sampling": {"temperature": 1.0, "top_p": 1.0},
-        "max_new_token_count": 5,
-        "chunk_token_count": 4,
-        "prompt_token_count": 12,
-        **changes,
-    }
-    return pb.GenerateRequest(context_ids=context, instance_id=instance_id, **fields)
-
-
 async def code_of(call: Any) -> grpc.StatusCode:
     """The status that a call ends with."""
     try:
@@ -80,7 +65,7 @@ async def test_absurd_values_are_invalid_arguments_and_the_generator_still_serve
     async with create_channel(record.address) as channel:
         stub = stubs.GenerationServiceStub(channel)
         for name, changes in WRONG_CALLS.items():
-            codes[name] = await code_of(stub.Generate(request(record.instance_id, **changes)))
+            codes[name] = await code_of(stub.Generate(raw_request(record.instance_id, **changes)))
         for version in (2**62, -1, -(2**63), INT64):
             call = stub.LoadPolicy(pb.LoadPolicyRequest(policy_version=version))
             codes[f"LoadPolicy {version}"] = await code_of(call)
@@ -95,7 +80,7 @@ async def test_absurd_values_are_invalid_arguments_and_the_generator_still_serve
         wrong = {name: code for name, code in codes.items() if code is not grpc.StatusCode.INVALID_ARGUMENT}
         assert wrong == {}
         for name, changes in ALLOWED_CALLS.items():
-            chunks = [chunk async for chunk in stub.Generate(request(record.instance_id, **changes))]
+            chunks = [chunk async for chunk in stub.Generate(raw_request(record.instance_id, **changes))]
             assert chunks[-1].finish_reason, name
     assert await run.stream(record, make_call()).end() is FinishReason.LENGTH
     assert "Traceback" not in capsys.readouterr().out

@@ -7,7 +7,6 @@ import signal
 from dataclasses import replace
 
 import grpc.aio
-import httpx
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,7 +19,7 @@ from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
 from ...kit.generation import hf_logprobs, prompt_ids
-from .generator_run import SLOW, SLOWEST, Stream, make_call
+from .generator_run import SLOW, SLOWEST, Stream, make_call, raw_request
 
 
 async def test_a_stream_interrupted_on_one_generator_continues_on_another_token_for_token(make_run):
@@ -35,7 +34,7 @@ async def test_a_stream_interrupted_on_one_generator_continues_on_another_token_
     assert 0 < len(begun.tokens) < 150
     rest_call = make_call(
         "t",
-        np.concatenate((prompt_ids(0), begun.tokens)),
+        begun.ids,
         prompt_token_count=12,
         max_new_token_count=150 - len(begun.tokens),
     )
@@ -43,7 +42,7 @@ async def test_a_stream_interrupted_on_one_generator_continues_on_another_token_
     assert await rest.end() is FinishReason.LENGTH
     assert await whole.end() is FinishReason.LENGTH
     np.testing.assert_array_equal(np.concatenate((begun.tokens, rest.tokens)), whole.tokens)
-    wanted = hf_logprobs(run.models[0], np.concatenate((prompt_ids(0), whole.tokens)))[11:]
+    wanted = hf_logprobs(run.models[0], whole.ids)[11:]
     np.testing.assert_allclose(np.concatenate((begun.logprobs, rest.logprobs)), wanted, atol=1e-4)
 
 
@@ -58,11 +57,10 @@ async def test_a_generator_follows_announced_policies_and_skips_to_the_newest(ma
     stream = run.stream(record, make_call())
     await stream.end()
     assert stream.versions == {3}
-    wanted = hf_logprobs(run.models[3], np.concatenate((prompt_ids(0), stream.tokens)))[11:]
-    np.testing.assert_allclose(stream.logprobs, wanted, atol=1e-4)
-    assert await _metric(run, "rollmesh_generator_policy_version") == 3
-    assert await _metric(run, "rollmesh_generator_generated_tokens_total") == 150
-    assert await _metric(run, "rollmesh_generator_reload_bytes_total") > 10_000
+    stream.check_pure(run.models)
+    assert await run.metric("rollmesh_generator_policy_version") == 3
+    assert await run.metric("rollmesh_generator_generated_tokens_total") == 150
+    assert await run.metric("rollmesh_generator_reload_bytes_total") > 10_000
     await run.until("a heartbeat that tells what it did", lambda: _worked(run))
     await generator.stop()
     assert await run.store.generators.live() == []
@@ -78,14 +76,6 @@ async def _worked(run):
     return (
         work.generated_tokens == 150 and work.prefill_tokens >= 11 and 0 < work.running_slot_seconds < work.slot_seconds
     )
-
-
-async def _metric(run, name):
-    (endpoint,) = read_endpoints(run.folder, "generator")
-    async with httpx.AsyncClient(timeout=60) as client:
-        text = (await client.get(f"http://{endpoint.admin}/metrics")).text
-    (line,) = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-    return float(line.split()[-1])
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
@@ -106,7 +96,7 @@ async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, mode)
         assert {c.kv_min_version for c in stream.chunks} == {0}
     fresh = run.stream(record, make_call("fresh", max_new_token_count=10), min_version=1)
     await fresh.end()
-    assert {(c.policy_version, c.kv_min_version) for c in fresh.chunks} == {(1, 1)}
+    assert fresh.stamps == {(1, 1)}
 
 
 async def test_the_registry_tells_how_full_the_cache_is_and_how_often_it_was_too_small(make_run):
@@ -209,8 +199,8 @@ async def test_codes_on_the_wire_are_the_canonical_ones(make_run):
         stub = stubs.GenerationServiceStub(channel)
         for request, code in (
             (pb.GenerateRequest(instance_id="other"), grpc.StatusCode.INVALID_ARGUMENT),
-            (_request(instance_id="other"), grpc.StatusCode.FAILED_PRECONDITION),
-            (_request(instance_id=record.instance_id, max_new_token_count=0), grpc.StatusCode.INVALID_ARGUMENT),
+            (raw_request("other"), grpc.StatusCode.FAILED_PRECONDITION),
+            (raw_request(record.instance_id, max_new_token_count=0), grpc.StatusCode.INVALID_ARGUMENT),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Generate(request).read()
@@ -222,17 +212,9 @@ async def test_codes_on_the_wire_are_the_canonical_ones(make_run):
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         assert (await stub.Drain(pb.DrainRequest())).interrupted_count == 0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Generate(_request(instance_id=record.instance_id)).read()
+            await stub.Generate(raw_request(record.instance_id)).read()
         # A server that stops meanwhile cancels the call.
         assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-
-def _request(**changes):
-    context = pb.GenerateRequest().context_ids
-    context.dtype, context.data = 1, prompt_ids(0).tobytes()
-    sampling = {"temperature": 1.0, "top_p": 1.0}
-    fields = {"max_new_token_count": 5, "chunk_token_count": 4, "prompt_token_count": 12, **changes}
-    return pb.GenerateRequest(context_ids=context, sampling=sampling, **fields)
 
 
 async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
@@ -288,7 +270,7 @@ async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_
         assert len(stream.tokens) > 0
         rest_call = replace(
             calls[index],
-            context_ids=np.concatenate((calls[index].context_ids, stream.tokens)),
+            context_ids=stream.ids,
             max_new_token_count=150 - len(stream.tokens),
         )
         rests.append(run.stream(records[2], rest_call))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import httpx
 import pytest
 
 from rollmesh.errors import GenerationRefused
@@ -13,7 +12,6 @@ from rollmesh.generator.engines.torch.adapters import BASE
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.generator.engines.torch.weights import StagedWeights
-from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.types import FinishReason
 
 from .generator_run import SLOW, SLOWEST, make_call
@@ -25,11 +23,7 @@ async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_ol
     wrong = await run.prepare(1, canary_error=0.5)
     stream = await run.under_way(record, make_call(max_new_token_count=200))
     await run.announce(wrong)
-
-    async def out() -> bool:
-        return any("canary" in g.reason and not g.serving for g in await run.store.generators.live())
-
-    await run.until("the generator to leave the rotation", out)
+    await run.out_of_rotation()
     assert await stream.end() is FinishReason.LENGTH
     assert stream.versions == {0}
     with pytest.raises(GenerationRefused, match="canary"):
@@ -71,11 +65,7 @@ async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make
 
     await run.until("tokens while the staged weights are scored", further)
     decoded.set()
-
-    async def out() -> bool:
-        return any("canary" in g.reason and not g.serving for g in await run.store.generators.live())
-
-    await run.until("the generator to leave the rotation", out)
+    await run.out_of_rotation()
     assert not pauses
     assert await stream.end() is FinishReason.LENGTH
     assert stream.versions == {0} and not (await run.client.status(record)).paused
@@ -140,7 +130,7 @@ async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_
     await run.store.policies.pin(None)
 
     async def refused() -> bool:
-        return await _failures(run, reason) >= 1
+        return await run.metric(f'rollmesh_generator_reload_failures_total{{reason="{reason}"}}') >= 1
 
     await run.until(f"a refusal as {reason}", refused)
     stream = run.stream(record, make_call())
@@ -166,12 +156,3 @@ async def test_a_generator_registers_the_versions_that_it_refuses_in_a_row_until
     await run.publish(3)
     await run.serving(3)
     await run.until("no refusal", lambda: registered(None, 0))
-
-
-async def _failures(run, reason):
-    (endpoint,) = read_endpoints(run.folder, "generator")
-    async with httpx.AsyncClient(timeout=60) as client:
-        text = (await client.get(f"http://{endpoint.admin}/metrics")).text
-    wanted = f'rollmesh_generator_reload_failures_total{{reason="{reason}"}}'
-    (line,) = [line for line in text.splitlines() if line.startswith(wanted)]
-    return float(line.split()[-1])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 
-import httpx
 from structlog.testing import capture_logs
 
 from rollmesh.mesh import Desired
-from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.grpc import create_channel
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.store.redis_connection import Connection
@@ -20,17 +18,8 @@ from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from .generator_run import make_call
 
 
-async def metric(run, name, index=0):
-    """Value of a metric without labels of its own, of one generator."""
-    (admin,) = [e.admin for e in read_endpoints(run.folder, "generator") if e.index == index]
-    async with httpx.AsyncClient(timeout=60) as client:
-        text = (await client.get(f"http://{admin}/metrics")).text
-    (line,) = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-    return float(line.split()[-1])
-
-
 async def waits(run, index=0) -> bool:
-    return await metric(run, "rollmesh_generator_reload_waiting", index) == 1
+    return await run.metric("rollmesh_generator_reload_waiting", index) == 1
 
 
 async def live(run):
@@ -83,8 +72,8 @@ async def test_generators_load_one_after_another_and_the_others_go_on(make_run, 
     assert await run.store.reloads.end("another generator")
     await run.serving(1, count=3)
     assert most == 1
-    assert sum([await metric(run, "rollmesh_generator_reloads_total", n) for n in range(3)]) == 6
-    assert min([await metric(run, "rollmesh_generator_reload_wait_seconds_sum", n) for n in range(3)]) > 0
+    assert sum([await run.metric("rollmesh_generator_reloads_total", n) for n in range(3)]) == 6
+    assert min([await run.metric("rollmesh_generator_reload_wait_seconds_sum", n) for n in range(3)]) > 0
 
 
 async def test_a_generator_killed_while_it_loads_hands_its_turn_on_and_the_next_one_serves_until_then(make_run):
@@ -176,4 +165,4 @@ async def test_versions_are_passed_over_until_a_trajectory_needs_one(make_run, m
     await look_twice()
     await run.publish(4)
     await run.serving(4)
-    assert await metric(run, "rollmesh_generator_reloads_total") == 3
+    assert await run.metric("rollmesh_generator_reloads_total") == 3

@@ -10,22 +10,13 @@ import pytest
 from rollmesh.errors import DataError, GenerationRefused
 from rollmesh.types import FinishReason
 
+from ...kit.generation import prompt_ids
 from ...sglang_cpu.server import START_SECONDS
+from ..generator.generator_run import make_call
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 SERVERS = ["stand_in", "real"]
-
-
-def check_pure(kit, run, call, stream):
-    """Every token has the log-probability that its version gives it."""
-    ids, at = np.concatenate((call.context_ids, stream.tokens)), len(call.context_ids) - 1
-    scores = {version: kit.hf_logprobs(run.models[version], ids) for version in stream.versions}
-    for chunk in (c for c in stream.chunks if len(c.token_ids)):
-        assert chunk.kv_min_version == chunk.policy_version
-        wanted = scores[chunk.policy_version][at : at + len(chunk.token_ids)]
-        np.testing.assert_allclose(chunk.behavior_logprobs, wanted, atol=1e-4)
-        at += len(chunk.token_ids)
 
 
 async def begun(run, streams, chunks=2):
@@ -36,49 +27,45 @@ async def begun(run, streams, chunks=2):
 
 
 @pytest.mark.parametrize("which", SERVERS)
-async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_no_token(make_run, kit, request, which):
+async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_no_token(make_run, request, which):
     run = await make_run(request.getfixturevalue(which))
     await run.publish(0)
     generator = run.start()
     (record,) = await run.serving(0, seconds=START_SECONDS)
 
     with pytest.raises(DataError, match=r"context_ids\[0\]=99"):
-        await run.stream(record, kit.make_call(context=np.array([99], np.int32))).end()
+        await run.stream(record, make_call(context=np.array([99], np.int32))).end()
 
     newer = [await run.prepare(version) for version in (1, 2)]  # the server decodes while one is written
     count, budget = (32, 200) if which == "real" else (12, 150)  # the stand-in decodes one row at a time
-    calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=budget) for i in range(count)]
+    calls = [make_call(f"t{i}", prompt_ids(i), max_new_token_count=budget) for i in range(count)]
     streams = [run.stream(record, call) for call in calls]
     for record_of_version in newer:
         await begun(run, streams)
         await run.announce(record_of_version)
         await run.serving(record_of_version.policy_version)
-    for call, stream in zip(calls, streams, strict=True):
+    for stream in streams:
         assert await stream.end() is FinishReason.LENGTH
         assert len(stream.tokens) == budget
         versions = [c.policy_version for c in stream.chunks]
         assert versions == sorted(versions)
-        check_pure(kit, run, call, stream)
+        stream.check_pure(run.models)
     assert set().union(*(s.versions for s in streams)) >= {0, 2}
 
     streams = [run.stream(record, call) for call in calls]
     await begun(run, streams)
     await run.publish(3, canary_error=0.5)
-
-    async def out() -> bool:
-        return any("canary" in g.reason and not g.serving for g in await run.store.generators.live())
-
-    await run.until("the generator to leave the rotation", out)
-    for call, stream in zip(calls, streams, strict=True):
+    await run.out_of_rotation()
+    for stream in streams:
         assert await stream.end() is FinishReason.LENGTH
         assert stream.versions == {2}
-        check_pure(kit, run, call, stream)
+        stream.check_pure(run.models)
     with pytest.raises(GenerationRefused, match="canary"):
-        await run.stream(record, kit.make_call("late")).end()
+        await run.stream(record, make_call("late")).end()
 
     await run.publish(4)
     await run.serving(4)
-    fresh = run.stream(record, kit.make_call("fresh"), min_version=4)
+    fresh = run.stream(record, make_call("fresh"), min_version=4)
     await fresh.end()
     assert fresh.versions == {4}
     await generator.stop()
@@ -87,49 +74,49 @@ async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_
 
 @pytest.mark.parametrize("which", ["stand_in"])
 @pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
-async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, kit, request, which, mode):
+async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, request, which, mode):
     run = await make_run(request.getfixturevalue(which), on_new_version=mode)
     await run.publish(0)
     run.start()
     (record,) = await run.serving(0, seconds=START_SECONDS)
     # In a hundred small slices, so that the version comes long before the last of them.
-    call = kit.make_call(max_new_token_count=200, chunk_token_count=2)
+    call = make_call(max_new_token_count=200, chunk_token_count=2)
     stream = await run.under_way(record, call)
     await run.publish(1)
     assert await stream.end() is FinishReason.LENGTH
     await run.serving(1)
-    stamps = {(c.policy_version, c.kv_min_version) for c in stream.chunks if len(c.token_ids)}
+    stamps = stream.stamps
     wanted = {"interrupt": {(0, 0), (1, 1)}, "keep_kv": {(0, 0), (1, 0)}, "drain": {(0, 0)}}
     assert stamps == wanted[mode]
     if mode != "keep_kv":
-        check_pure(kit, run, call, stream)
-    fresh = run.stream(record, kit.make_call("fresh"), min_version=1)
+        stream.check_pure(run.models)
+    fresh = run.stream(record, make_call("fresh"), min_version=1)
     await fresh.end()
-    assert {(c.policy_version, c.kv_min_version) for c in fresh.chunks} == {(1, 1)}
+    assert fresh.stamps == {(1, 1)}
 
 
-async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_generator(make_run, kit, stand_in):
+async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_generator(make_run, stand_in):
     run = await make_run(stand_in)
     await run.publish(0)
     process = run.start_process(0)
     (record,) = await run.serving(0, seconds=START_SECONDS)
-    calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=200, chunk_token_count=2) for i in range(8)]
+    calls = [make_call(f"t{i}", prompt_ids(i), max_new_token_count=200, chunk_token_count=2) for i in range(8)]
     streams = [run.stream(record, call) for call in calls]
     await begun(run, streams)
     process.terminate()
-    for call, stream in zip(calls, streams, strict=True):
+    for stream in streams:
         assert await stream.end() is FinishReason.INTERRUPTED
-        check_pure(kit, run, call, stream)
+        stream.check_pure(run.models)
     assert await asyncio.to_thread(process.wait, 120) == 0
     assert await run.store.generators.live() == []
 
 
-async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_again(make_run, kit, stand_in):
+async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_again(make_run, stand_in):
     run = await make_run(stand_in)
     await run.publish(0)
     first = run.start_process(0)
     (record,) = await run.serving(0, seconds=START_SECONDS)
-    stream = await run.under_way(record, kit.make_call(max_new_token_count=200))
+    stream = await run.under_way(record, make_call(max_new_token_count=200))
     first.kill()
     first.wait()
     second = run.start_process(0)
@@ -139,11 +126,10 @@ async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_a
 
     await run.until("a generator again", back, START_SECONDS)
     (again,) = [g for g in await run.store.generators.live() if g.instance_id != record.instance_id]
-    context = np.concatenate((kit.prompt_ids(0), stream.tokens))
-    rest_call = kit.make_call("t", context, prompt_token_count=12, max_new_token_count=200 - len(stream.tokens))
+    rest_call = make_call("t", stream.ids, prompt_token_count=12, max_new_token_count=200 - len(stream.tokens))
     rest = run.stream(again, rest_call)
     assert await rest.end() is FinishReason.LENGTH
     assert len(stream.tokens) > 0 and len(stream.tokens) + len(rest.tokens) == 200
-    check_pure(kit, run, rest_call, rest)
+    rest.check_pure(run.models)
     second.terminate()
     assert await asyncio.to_thread(second.wait, 120) == 0

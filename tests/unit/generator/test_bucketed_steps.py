@@ -16,7 +16,6 @@ from rollmesh.config.run import RunConfig
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.decode_step import BucketedStepper, PlainStepper, bucket
 from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply
-from rollmesh.generator.engines.torch.kv_cache import tier_widths
 from rollmesh.generator.engines.torch.weights import load_weights
 
 from ...kit.generation import collect, make_call, prompt_ids
@@ -222,12 +221,6 @@ def test_the_static_steps_kept_are_bounded(bench_of, monkeypatch):
 
 def test_buckets_are_powers_of_two_up_to_the_rows_there_are():
     assert [bucket(rows, 24) for rows in (1, 2, 3, 4, 5, 16, 17, 24)] == [1, 2, 4, 4, 8, 16, 24, 24]
-
-
-def test_coarse_tiers_double_and_end_at_the_longest_context():
-    assert tier_widths(4352, coarse=True) == (256, 512, 1024, 2048, 4352)
-    assert tier_widths(5500, coarse=True) == (256, 512, 1024, 2048, 4096, 5500)
-    assert tier_widths(100, coarse=True) == (100,)
 
 
 def test_the_run_file_turns_graphs_on_for_the_torch_engine_only():

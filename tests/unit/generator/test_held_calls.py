@@ -11,9 +11,10 @@ import pytest
 from rollmesh.generator.engines import call_limits
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.types import Chunk, FinishReason, GenerationCall, Int32Array
+from rollmesh.types import FinishReason, GenerationCall, Int32Array
 
-from ...kit.generation import collect, hf_logprobs, make_call, prompt_ids
+from ...kit.generation import Running, collect, make_call, prompt_ids
+from ...kit.waiting import reached
 
 LIMIT, CHUNK = 16, 8
 
@@ -25,51 +26,24 @@ def _long_holds(monkeypatch):
     monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", 600.0)
 
 
-class Reader:
+class Reader(Running):
     """Reads a call's chunks and acknowledges only what it is told to."""
 
     def __init__(self, engine: TorchEngine, call: GenerationCall) -> None:
-        self.engine, self.call = engine, call
-        self.chunks: list[Chunk] = []
-        self._stream = engine.generate(call)
-        self.task = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        async for chunk in self._stream:
-            self.chunks.append(chunk)
-
-    async def hang_up(self) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-        await self._stream.aclose()
-
-    @property
-    def tokens(self) -> Int32Array:
-        return np.concatenate([np.empty(0, np.int32), *(c.token_ids for c in self.chunks)])
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        return np.concatenate([c.behavior_logprobs for c in self.chunks])
-
-    @property
-    def reason(self) -> FinishReason | None:
-        return self.chunks[-1].finish_reason
+        super().__init__(engine, [call])
+        self.engine, (self.rollout,), (self.task,) = engine, self.rollouts, self.tasks
 
     def acknowledge(self) -> None:
-        length = len(self.call.context_ids) + len(self.tokens)
-        self.engine.acknowledge({self.call.trajectory_id: length})
+        self.engine.acknowledge({self.rollout.call.trajectory_id: len(self.rollout.ids)})
 
     async def held(self) -> Reader:
-        """Wait until the call may not sample another chunk."""
-        async with asyncio.timeout(60):
-            while len(self.tokens) <= LIMIT - CHUNK:  # chunks are aligned over all calls: the first one may be short
-                await asyncio.sleep(0.001)
+        """Wait until the call may not sample another chunk; chunks are aligned over all calls: one may be short."""
+        await reached(lambda: len(self.rollout.tokens) > LIMIT - CHUNK)
         return self
 
-    async def end(self) -> FinishReason | None:
-        async with asyncio.timeout(60):
-            await self.task
-        return self.reason
+    async def reason(self) -> FinishReason | None:
+        (rollout,) = await self.end()
+        return rollout.reason
 
 
 def limited(name: str, context: Int32Array | None = None, **changes: object) -> GenerationCall:
@@ -89,7 +63,7 @@ async def test_a_held_call_stops_at_its_limit_while_others_run_and_continues_wit
     prompts = [prompt_ids(9 + i, count) for i, count in enumerate((30, 30, 30, 120, 202))]
     free = [make_call(f"f{i}", prompt, max_new_token_count=40 + 6 * i) for i, prompt in enumerate(prompts)]
     await asyncio.gather(*(collect(engine, call) for call in free))
-    sampled = [len(reader.tokens) for reader in held]
+    sampled = [len(reader.rollout.tokens) for reader in held]
     assert all(LIMIT - CHUNK < count <= LIMIT for count in sampled)
     assert engine.status().held_back_total == 2
     assert engine.status().kv_tokens_used == 2 * 19 + sum(sampled)
@@ -98,8 +72,8 @@ async def test_a_held_call_stops_at_its_limit_while_others_run_and_continues_wit
             reader.acknowledge()
         await asyncio.sleep(0.001)
     for reader, one in zip(held, whole, strict=True):
-        np.testing.assert_array_equal(reader.tokens, one.tokens)
-        np.testing.assert_allclose(reader.logprobs, one.logprobs, atol=1e-4)
+        np.testing.assert_array_equal(reader.rollout.tokens, one.tokens)
+        np.testing.assert_allclose(reader.rollout.logprobs, one.logprobs, atol=1e-4)
     status = engine.status()
     assert (status.reprefill_token_total, status.kv_tokens_used) == (0, 0)
     assert status.prefill_token_total - prefilled == 2 * 19 + 3 * 29 + 119 + 201
@@ -151,9 +125,9 @@ async def test_a_held_call_obeys_an_interrupt_and_frees_its_slot_when_its_caller
     engine = await engine_of(slots=2)
     held = [await Reader(engine, limited(f"h{i}")).held() for i in range(2)]
     assert await engine.interrupt(["h0"]) == 1
-    assert await held[0].end() is FinishReason.INTERRUPTED
-    assert len(held[0].tokens) <= LIMIT
-    await held[1].hang_up()
+    assert await held[0].reason() is FinishReason.INTERRUPTED
+    assert len(held[0].rollout.tokens) <= LIMIT
+    held[1].task.cancel()
     assert (await collect(engine, make_call("next"))).reason is FinishReason.LENGTH
     status = engine.status()
     assert (status.running_count, status.kv_tokens_used) == (0, 0)
@@ -164,7 +138,7 @@ async def test_a_call_that_is_never_acknowledged_ends_although_no_other_call_wai
     monkeypatch.setattr(call_limits, "_CONTENDED_HOLD_SECONDS", 600.0)
     engine = await engine_of(slots=1)
     held = await Reader(engine, limited("h")).held()
-    assert await held.end() is FinishReason.INTERRUPTED
+    assert await held.reason() is FinishReason.INTERRUPTED
     assert engine.status().kv_tokens_used == 0
 
 
@@ -179,7 +153,7 @@ async def test_a_held_call_gives_its_cache_to_a_running_one(engine_of):
     async with asyncio.timeout(60):  # on a busy loop the running call may be read to its end first
         await asyncio.wait([reader.task for reader in held], return_when=asyncio.FIRST_COMPLETED)
     ended = [reader for reader in held if reader.task.done()]
-    assert ended and all(reader.reason is FinishReason.INTERRUPTED for reader in ended)
+    assert ended and all(reader.rollout.reason is FinishReason.INTERRUPTED for reader in ended)
     assert engine.status().reprefill_token_total == 0
 
 
@@ -191,13 +165,11 @@ async def test_a_held_call_keeps_its_cache_through_a_keep_kv_load_and_ends_when_
     held = await Reader(engine, limited("h", max_new_token_count=3 * LIMIT)).held()
     await engine.load(model_folder("qwen2", seed=1), 5, OnNewVersion.KEEP_KV)
     held.acknowledge()
-    async with asyncio.timeout(60):
-        while len(held.tokens) < 2 * LIMIT:
-            await asyncio.sleep(0.001)
-    assert [(c.policy_version, c.kv_min_version) for c in held.chunks] == [(4, 4)] * 2 + [(5, 4)] * 2
+    await reached(lambda: len(held.rollout.tokens) == 2 * LIMIT)
+    assert [(c.policy_version, c.kv_min_version) for c in held.rollout.chunks] == [(4, 4)] * 2 + [(5, 4)] * 2
     await engine.load(model_folder("qwen2"), 4, OnNewVersion.KEEP_KV)
-    assert await held.end() is FinishReason.INTERRUPTED
-    assert len(held.tokens) == 2 * LIMIT
+    assert await held.reason() is FinishReason.INTERRUPTED
+    assert len(held.rollout.tokens) == 2 * LIMIT
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
@@ -214,11 +186,11 @@ async def test_a_drain_waits_for_a_held_call_but_not_for_ever(engine_of, model_f
         await engine.interrupt(["of no call"])  # the load has been asked for by then
         assert not load.done()
         held.acknowledge()
-    assert await held.end() is (FinishReason.LENGTH if acknowledged else FinishReason.INTERRUPTED)
-    assert {c.policy_version for c in held.chunks if len(c.token_ids)} == {0}
+    assert await held.reason() is (FinishReason.LENGTH if acknowledged else FinishReason.INTERRUPTED)
+    assert set(held.rollout.versions) == {0}
     async with asyncio.timeout(60):
         await load
-        assert {c.policy_version for c in (await waiting).chunks} == {1}
+        assert set((await waiting).versions) == {1}
 
 
 @pytest.mark.usefixtures("_long_holds")
@@ -229,7 +201,5 @@ async def test_calls_held_through_a_pause_continue_and_stay_exact(engine_of, mod
     held.acknowledge()
     assert engine.status().paused
     await engine.resume()
-    assert await held.end() is FinishReason.LENGTH
-    ids = np.concatenate((held.call.context_ids, held.tokens))
-    wanted = hf_logprobs(model_folder(), ids)[len(held.call.context_ids) - 1 :]
-    np.testing.assert_allclose(held.logprobs, wanted, atol=1e-4)
+    assert await held.reason() is FinishReason.LENGTH
+    held.rollout.check_pure([model_folder()])

@@ -18,10 +18,10 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.torch.adapters import BASE, AdapterStack
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.types import Chunk, FinishReason, GenerationCall
+from rollmesh.types import FinishReason
 
 from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, change_tensors, merge, write_adapter
-from ...kit.generation import Rollout, collect, hf_logprobs, make_call, prompt_ids
+from ...kit.generation import Rollout, Running, collect, hf_logprobs, make_call, prompt_ids
 from .conftest import CONFIGS, ModelMaker
 
 _LAYER = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
@@ -49,13 +49,11 @@ class Versions:
         await engine.stage(folder, version)
         await engine.load(folder, version, OnNewVersion.NEXT_SLICE)
 
-    def check(self, call: GenerationCall, rollout: Rollout, version: int) -> None:
+    def check(self, rollout: Rollout, version: int) -> None:
         """Every token is of this version, with its log-probability recomputed from scratch."""
-        assert {(c.policy_version, c.kv_min_version) for c in rollout.chunks if len(c.token_ids)} == {
-            (version, version)
-        }
-        wanted = hf_logprobs(self.merged(version), np.concatenate((call.context_ids, rollout.tokens)))
-        np.testing.assert_allclose(rollout.logprobs, wanted[len(call.context_ids) - 1 :], atol=2e-4)
+        assert rollout.stamps == {(version, version)}
+        wanted = hf_logprobs(self.merged(version), rollout.ids)
+        np.testing.assert_allclose(rollout.logprobs, wanted[len(rollout.call.context_ids) - 1 :], atol=2e-4)
 
 
 @pytest.fixture
@@ -74,22 +72,6 @@ def adapter_engine(engine_of: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-async def _first_chunk(engine: TorchEngine, call: GenerationCall) -> tuple[list[Chunk], asyncio.Task[None]]:
-    """Start a call and return once it has delivered a chunk, with the task that reads the others."""
-    chunks: list[Chunk] = []
-    begun = asyncio.Event()
-
-    async def read() -> None:
-        async for chunk in engine.generate(call):
-            chunks.append(chunk)
-            begun.set()
-
-    task = asyncio.create_task(read())
-    async with asyncio.timeout(60):
-        await begun.wait()
-    return chunks, task
-
-
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "v_proj", "down_proj")], ids=["all", "some"])
 async def test_an_adapter_computes_what_its_merged_weights_compute(
@@ -102,8 +84,7 @@ async def test_an_adapter_computes_what_its_merged_weights_compute(
     (scores,) = await engine.score([ids])
     np.testing.assert_allclose(scores, hf_logprobs(versions.merged(1), ids), atol=2e-4)
     assert np.abs(scores - hf_logprobs(versions.base, ids)).max() > 0.1
-    call = make_call()
-    versions.check(call, await collect(engine, call), 1)
+    versions.check(await collect(engine, make_call()), 1)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -119,15 +100,11 @@ async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_othe
             await versions.serve(engine, version)
         # The limit holds a call half-way until the last version is loaded.
         call = make_call(f"v{version}", context, max_new_token_count=200, unacknowledged_token_limit=104)
-        running.append((version, call, *await _first_chunk(engine, call)))
+        running.append(await Running(engine, [call]).begun())
     assert engine.status().running_count == 6
-    while not all(task.done() for *_, task in running):
-        engine.acknowledge({c.trajectory_id: len(context) + len(Rollout(c, ch).tokens) for _, c, ch, _ in running})
-        await asyncio.sleep(0.001)
-    for version, call, chunks, task in running:
-        await task
-        assert chunks[-1].finish_reason is FinishReason.LENGTH
-        versions.check(call, Rollout(call, chunks), version)
+    for version, (rollout,) in enumerate(await asyncio.gather(*(one.end_saved(engine) for one in running))):
+        assert rollout.reason is FinishReason.LENGTH
+        versions.check(rollout, version)
 
 
 async def test_a_call_that_loses_its_cache_is_prefilled_again_under_its_own_version(adapter_engine, versions):
@@ -135,14 +112,13 @@ async def test_a_call_that_loses_its_cache_is_prefilled_again_under_its_own_vers
     # Admission expects too little of the long calls: it has seen nothing but short responses.
     await asyncio.gather(*(collect(engine, make_call(f"s{i}", max_new_token_count=20)) for i in range(8)))
     calls = [make_call(f"t{i}", prompt_ids(i, 6 + i), max_new_token_count=180 + 5 * i) for i in range(8)]
-    running = [(0, call, *await _first_chunk(engine, call)) for call in calls[:4]]
+    running = [await Running(engine, [call]).begun() for call in calls[:4]]
     await versions.serve(engine, 1)
-    late = [(call, asyncio.create_task(collect(engine, call))) for call in calls[4:]]
-    for version, call, chunks, task in running:
-        await task
-        versions.check(call, Rollout(call, chunks), version)
-    for call, task in late:
-        versions.check(call, await task, 1)
+    late = Running(engine, calls[4:])
+    for one in running:
+        versions.check(*await one.end(), 0)
+    for rollout in await late.end():
+        versions.check(rollout, 1)
     assert engine.status().preemption_total > 0
 
 
@@ -151,10 +127,9 @@ async def test_an_adapter_that_is_not_numbers_is_refused_and_running_calls_stay_
     await versions.serve(engine, 1)
     broken = write_adapter(versions.base.parent / "broken", versions.base, 7)
     change_tensors(broken, {_LAYER: torch.full((48, RANK), float("nan"))})
-    call = make_call()
     with pytest.raises(EngineError, match=r"down_proj\.lora_B\.weight has values that are not finite"):
         await engine.stage(broken, 2)
-    versions.check(call, await collect(engine, call), 1)
+    versions.check(await collect(engine, make_call()), 1)
 
 
 async def test_an_adapter_whose_numbers_overflow_leaves_the_other_versions_exact(adapter_engine, versions, tmp_path):
@@ -163,8 +138,7 @@ async def test_an_adapter_whose_numbers_overflow_leaves_the_other_versions_exact
     huge = write_adapter(tmp_path / "huge", versions.base, 7, size=1e30)
     await engine.stage(huge, 2)
     assert not np.isfinite((await engine.score([prompt_ids(0, 20)], 2))[0]).all()
-    call = make_call()
-    versions.check(call, await collect(engine, call), 1)
+    versions.check(await collect(engine, make_call()), 1)
 
 
 async def test_what_an_engine_cannot_load_with_adapters_is_named(adapter_engine, engine_of, versions):

@@ -6,27 +6,23 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.model_thread import step_seconds
 from rollmesh.generator.engines.torch.slots import CAPACITY, RunningCall
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
-from rollmesh.types import FinishReason
 
 from ...kit.generation import Rollout, collect, hf_logprobs, make_call, prompt_ids
 from ...kit.waiting import reached
 
-
-def generated(engine: TorchEngine) -> int:
-    return engine.status().generated_token_total
+T = TypeVar("T")
 
 
 def slow_steps(engine: TorchEngine, when: Callable[[], bool]) -> threading.Event:
@@ -46,25 +42,6 @@ def slow_steps(engine: TorchEngine, when: Callable[[], bool]) -> threading.Event
     return at_full_speed
 
 
-class CallsUnderWay(list[asyncio.Task[Rollout]]):
-    """Calls that each have a few tokens and get the others slowly until ``hurry``."""
-
-    def __init__(self, tasks: list[asyncio.Task[Rollout]], at_full_speed: threading.Event) -> None:
-        super().__init__(tasks)
-        self.hurry = at_full_speed.set
-
-
-async def start_calls(engine: TorchEngine, count: int) -> CallsUnderWay:
-    calls = [make_call(f"t{i}", prompt_ids(i, 8), max_new_token_count=240) for i in range(count)]
-    enough = generated(engine) + 5 * count
-    at_full_speed = slow_steps(engine, lambda: generated(engine) > enough)
-    tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
-    await reached(lambda: engine.status().running_count == count and generated(engine) > enough)
-    together = generated(engine)  # one of them may have been first
-    await reached(lambda: generated(engine) > together + 2 * count)
-    return CallsUnderWay(tasks, at_full_speed)
-
-
 async def test_chunks_longer_than_the_ring_of_undelivered_tokens_are_split(engine_of):
     engine = await engine_of(max_context_tokens=512)
     rollout = await collect(engine, make_call(max_new_token_count=CAPACITY + 40, chunk_token_count=1000))
@@ -73,14 +50,14 @@ async def test_chunks_longer_than_the_ring_of_undelivered_tokens_are_split(engin
     np.testing.assert_array_equal(rollout.tokens, again.tokens)
 
 
-async def test_calls_that_start_together_are_prefilled_in_parts_and_a_command_between_these_is_obeyed(engine_of):
-    engine = await engine_of(slots=16)
-    batch, interrupting = engine._thread.batch, threading.Event()
+async def between_parts(engine: TorchEngine, command: Coroutine[Any, Any, T]) -> tuple[T, list[Rollout]]:
+    """Give a command after the first part of the prefill of 16 calls; its result, and the calls."""
+    batch, going_on = engine._thread.batch, threading.Event()
     admit = batch.admit
 
     def admit_and_wait(calls: list[RunningCall]) -> None:
         admit(calls)
-        interrupting.wait(60)
+        going_on.wait(60)
 
     batch.admit = admit_and_wait
     await engine.pause()
@@ -89,11 +66,16 @@ async def test_calls_that_start_together_are_prefilled_in_parts_and_a_command_be
     await reached(lambda: engine.status().waiting_count == 16)
     await engine.resume()
     await reached(lambda: engine.status().running_count > 0)
-    interrupted = asyncio.create_task(engine.interrupt(["t15"]))
+    given = asyncio.create_task(command)
     await asyncio.sleep(0)
-    interrupting.set()
-    assert await interrupted == 1
-    rollouts = [await task for task in tasks]
+    going_on.set()
+    return await given, list(await asyncio.gather(*tasks))
+
+
+async def test_calls_that_start_together_are_prefilled_in_parts_and_a_command_between_these_is_obeyed(engine_of):
+    engine = await engine_of(slots=16)
+    interrupted, rollouts = await between_parts(engine, engine.interrupt(["t15"]))
+    assert interrupted == 1
     assert [len(r.tokens) for r in rollouts] == [8] * 15 + [0]
     status = engine.status()
     assert status.prefill_token_total == 15 * 239
@@ -104,30 +86,12 @@ async def test_calls_without_a_token_get_the_cache_of_the_version_that_a_keep_kv
     engine_of, model_folder
 ):
     engine = await engine_of(slots=16)
-    batch, loading = engine._thread.batch, threading.Event()
-    admit = batch.admit
-
-    def admit_and_wait(calls: list[RunningCall]) -> None:
-        admit(calls)
-        loading.wait(60)
-
-    batch.admit = admit_and_wait
     folder = model_folder("qwen2", seed=1)
     await engine.stage(folder, 1)
-    await engine.pause()
-    calls = [make_call(f"t{i}", prompt_ids(i, 240), max_new_token_count=8) for i in range(16)]
-    tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
-    await reached(lambda: engine.status().waiting_count == 16)
-    await engine.resume()
-    await reached(lambda: engine.status().running_count > 0)
-    load = asyncio.create_task(engine.load(folder, 1, OnNewVersion.KEEP_KV))
-    await asyncio.sleep(0)
-    loading.set()
-    await load
-    for call, rollout in zip(calls, await asyncio.gather(*tasks), strict=True):
-        assert {(c.policy_version, c.kv_min_version) for c in rollout.chunks} == {(1, 1)}
-        wanted = hf_logprobs(folder, np.concatenate((call.context_ids, rollout.tokens)))[-8:]
-        np.testing.assert_allclose(rollout.logprobs, wanted, atol=1e-4)
+    _, rollouts = await between_parts(engine, engine.load(folder, 1, OnNewVersion.KEEP_KV))
+    for rollout in rollouts:
+        assert (rollout.stamps, len(rollout.tokens)) == ({(1, 1)}, 8)
+        rollout.check_pure([model_folder("qwen2"), folder])
     status = engine.status()
     assert status.prefill_token_total > 16 * 239, "some were prefilled before the load, and again after it"
     assert (status.reprefill_token_total, status.preemption_total, status.kv_tokens_used) == (0, 0, 0)
@@ -161,7 +125,6 @@ async def test_foreign_weights_are_refused_and_the_old_ones_keep_serving(
     engine_of, model_folder, tmp_path, damage, message
 ):
     engine = await engine_of()
-    tasks = await start_calls(engine, 1)
     folder = tmp_path / "policy"
     shutil.copytree(model_folder("qwen2", seed=1), folder)
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -170,20 +133,7 @@ async def test_foreign_weights_are_refused_and_the_old_ones_keep_serving(
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(EngineError, match=message):
         await engine.load(folder, 1, OnNewVersion.INTERRUPT)
-    tasks.hurry()
-    rollout = await tasks[0]
-    assert (rollout.reason, len(rollout.tokens)) == (FinishReason.LENGTH, 240)
-    assert {c.policy_version for c in rollout.chunks} == {0}
-
-
-async def test_a_truncated_weight_file_is_an_engine_error(model_folder, tmp_path):
-    folder = tmp_path / "policy"
-    shutil.copytree(model_folder(), folder)
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    engine = TorchEngine(GeneratorConfig(slots=2, max_context_tokens=64, device="cpu"))
-    with pytest.raises(EngineError, match="cannot be read"):
-        await engine.start(folder, 0)
+    (await collect(engine, make_call())).check_pure([model_folder("qwen2")])
 
 
 async def test_under_cache_pressure_calls_are_preempted_without_loss(engine_of):
@@ -218,11 +168,10 @@ async def test_a_preempted_call_survives_a_kept_kv_swap_with_honest_stamps(engin
     at_full_speed.set()
     for call, rollout in zip(calls, await asyncio.gather(*tasks), strict=True):
         assert len(rollout.tokens) == 180
-        ids = np.concatenate((call.context_ids, rollout.tokens))
         at = len(call.context_ids) - 1
         for chunk in rollout.chunks:
             if chunk.kv_min_version == chunk.policy_version:
-                wanted = hf_logprobs(model_folder("qwen2", seed=chunk.policy_version), ids)
+                wanted = hf_logprobs(model_folder("qwen2", seed=chunk.policy_version), rollout.ids)
                 np.testing.assert_allclose(chunk.behavior_logprobs, wanted[at : at + len(chunk.token_ids)], atol=1e-4)
             at += len(chunk.token_ids)
 
@@ -243,7 +192,10 @@ async def test_weights_with_nan_fail_their_calls_and_not_the_engine(engine_of, m
 
 async def test_a_failure_of_the_model_thread_reaches_every_caller(engine_of):
     engine = await engine_of()
-    tasks = await start_calls(engine, 2)
+    slow_steps(engine, lambda: True)
+    calls = [make_call(f"t{i}", prompt_ids(i, 8), max_new_token_count=240) for i in range(2)]
+    tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
+    await reached(lambda: engine.status().running_count == 2)
 
     def fail() -> None:
         raise RuntimeError("out of memory")
@@ -264,11 +216,6 @@ async def test_pace_stretches_decode_steps_to_the_curve(engine_of):
     status = engine.status()
     assert status.busy_seconds_total >= 10 * 0.01
     assert status.running_slot_seconds_total == pytest.approx(status.busy_seconds_total, rel=0.2)
-
-
-def test_the_run_file_refuses_a_cache_that_does_not_hold_one_call():
-    with pytest.raises(ValidationError, match="kv_token_capacity=100"):
-        GeneratorConfig(slots=4, max_context_tokens=128, kv_token_capacity=100)
 
 
 def test_pace_is_linear_between_its_points():

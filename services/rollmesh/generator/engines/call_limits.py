@@ -78,7 +78,6 @@ def check_context_length(max_context_tokens: int, max_positions: int) -> None:
 
 
 def _check_ids(ids: Int32Array, vocab_size: int, name: str) -> None:
-    """Raise DataError for the first id outside the vocabulary."""
     foreign = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(foreign):
         at = int(foreign[0])

@@ -188,7 +188,6 @@ def adapted_layers(base: Mapping[str, tuple[int, ...]], config: AdapterConfig) -
 class PolicyFolder:
     """One verified Hugging Face folder."""
 
-    path: Path
     vocab_size: int
     max_positions: int
     architecture: Mapping[str, Any]
@@ -213,7 +212,6 @@ def read_folder(path: Path) -> PolicyFolder:
             f"{path / 'config.json'}: vocab_size and max_position_embeddings must be integers"
         ) from error
     return PolicyFolder(
-        path=path,
         vocab_size=vocab_size,
         max_positions=max_positions,
         architecture={key: config[key] for key in _ARCHITECTURE_KEYS if key in config},

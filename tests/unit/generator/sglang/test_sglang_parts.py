@@ -1,4 +1,4 @@
-"""Parts of the SGLang engine without a server: slices, policy folders, slots, plans of a load."""
+"""Parts of the SGLang engine without a server: slices, policy folders, slots."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.errors import DataError, EngineError
-from rollmesh.generator.engines.call_limits import Backlog, check_call
-from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.errors import EngineError
+from rollmesh.generator.engines.call_limits import Backlog
 from rollmesh.generator.engines.policy_folders import difference, read_folder
 from rollmesh.generator.engines.sglang.engine_state import ServerCall, SlotQueue
-from rollmesh.generator.engines.sglang.server import nothing_changed, plan_reload
+from rollmesh.generator.engines.sglang.server import nothing_changed
 from rollmesh.generator.engines.sglang.slices import (
     Slice,
     TokenSpan,
@@ -179,23 +178,6 @@ def test_scores_are_those_of_the_tokens_after_the_first():
         read_scores({"meta_info": {}}, 2)
 
 
-def test_a_call_gets_its_budget_or_what_the_context_leaves():
-    def call(context: int, budget: int) -> GenerationCall:
-        return GenerationCall(
-            trajectory_id="t",
-            context_ids=np.zeros(context, np.int32),
-            prompt_token_count=1,
-            max_new_token_count=budget,
-            sampling=SamplingParams(),
-            chunk_token_count=8,
-        )
-
-    assert check_call(call(10, 5), vocab_size=VOCAB, longest=32) == 5
-    assert check_call(call(30, 5), vocab_size=VOCAB, longest=32) == 2
-    with pytest.raises(DataError, match="32 tokens leave no room"):
-        check_call(call(32, 5), vocab_size=VOCAB, longest=32)
-
-
 SHAPES = {"model.embed_tokens.weight": [50, 8], "model.norm.weight": [8]}
 
 
@@ -321,31 +303,6 @@ def test_the_oldest_version_in_a_cache_never_exceeds_the_one_that_samples():
     assert not server_call.begun
     server_call.context.append(1)
     assert server_call.begun
-
-
-INTERRUPT, KEEP_KV, DRAIN = OnNewVersion.INTERRUPT, OnNewVersion.KEEP_KV, OnNewVersion.DRAIN
-
-
-@pytest.mark.parametrize(
-    ("mode", "interrupt", "version", "on_trial", "expected"),
-    [
-        (INTERRUPT, "retract", 5, None, (False, "retract", True)),
-        (INTERRUPT, "abort", 5, None, (True, "retract", True)),
-        (KEEP_KV, "retract", 5, None, (False, "in_place", False)),
-        (KEEP_KV, "abort", 5, None, (False, "in_place", False)),
-        (DRAIN, "abort", 5, None, (False, "retract", True)),
-        # A pin below the version in service: no call may go on with an older policy.
-        (INTERRUPT, "retract", 3, None, (True, "retract", True)),
-        (KEEP_KV, "retract", 3, None, (True, "retract", True)),
-        # Back from a version that failed its trial: its cache must go, its calls may stay.
-        (INTERRUPT, "retract", 4, 5, (False, "retract", True)),
-        (INTERRUPT, "abort", 4, 5, (False, "retract", True)),
-        (KEEP_KV, "retract", 4, 5, (False, "retract", True)),
-    ],
-)
-def test_the_plan_of_a_load(mode, interrupt, version, on_trial, expected):
-    plan = plan_reload(mode, interrupt=interrupt, version=version, in_service=4, on_trial=on_trial)
-    assert (plan.end_running, plan.pause_mode, plan.flush) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
+from rollmesh.generator.engines.engine_protocol import EngineLost
 from rollmesh.generator.engines.sglang.server_api import HttpError, SglangApi
 from rollmesh.generator.engines.sglang.server_process import ServerProcess, write_private
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
@@ -282,44 +281,6 @@ class RunningClock:
     def start(self) -> None:
         if self._since is None:
             self._since = time.monotonic()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReloadPlan:
-    """Steps of one weight update.
-
-    mode        running requests                    server's cache     order
-    interrupt   retract: back to its queue,         dropped            pause(retract), update(flush), continue
-                prefilled again under the new weights
-                abort: end as interrupted           dropped            abort each, pause(retract), update(flush), ...
-    keep_kv     continue in place                   kept               pause(in_place), update(no flush), continue
-    drain       finished before                     dropped            pause(retract), update(flush), continue
-
-    A version below the one in service (a pin) ends running calls: the versions of one call never decrease. A load that
-    replaces a version on trial drops all tokens sampled under that version.
-    """
-
-    end_running: bool
-    """True if running calls end as interrupted first."""
-    pause_mode: str
-    flush: bool
-    """True if the server drops its cache with the update."""
-
-
-def plan_reload(
-    mode: OnNewVersion, *, interrupt: str, version: int, in_service: int, on_trial: int | None
-) -> ReloadPlan:
-    """Plan the update from the policy ``in_service`` to ``version``.
-
-    ``on_trial`` is a version in the server that was not put in service: the load replaces it.
-    """
-    falls = version < in_service
-    if on_trial is not None or falls:
-        return ReloadPlan(end_running=falls, pause_mode="retract", flush=True)
-    if mode is OnNewVersion.KEEP_KV:
-        return ReloadPlan(end_running=False, pause_mode="in_place", flush=False)
-    ends = mode is OnNewVersion.INTERRUPT and interrupt == "abort"
-    return ReloadPlan(end_running=ends, pause_mode="retract", flush=True)
 
 
 def nothing_changed(message: str, reported_version: str, version_before: int) -> bool:

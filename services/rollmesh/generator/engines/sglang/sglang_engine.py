@@ -22,10 +22,10 @@ from rollmesh.generator.engines.call_limits import (
     empty_chunk,
 )
 from rollmesh.generator.engines.engine_protocol import EngineLost, EngineStatus, OnNewVersion
-from rollmesh.generator.engines.policy_folders import PolicyFolder, difference, read_folder
+from rollmesh.generator.engines.policy_folders import difference, read_folder
 from rollmesh.generator.engines.sglang.engine_state import EngineState, ServerCall, SlotQueue
 from rollmesh.generator.engines.sglang.loaded_adapters import LoadedAdapters
-from rollmesh.generator.engines.sglang.server import ReloadPlan, SglangServer, plan_reload
+from rollmesh.generator.engines.sglang.server import SglangServer
 from rollmesh.generator.engines.sglang.server_calls import Calls
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.generator.engines.sglang.slices import read_scores, score_body
@@ -116,7 +116,7 @@ class SglangEngine:
             async with self._load_lock:
                 await self._load_adapter(self._adapters, folder, policy_version)
             return True
-        await asyncio.to_thread(self._read_fitting, folder)
+        await asyncio.to_thread(self._check_fits, folder)
         return False
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
@@ -135,10 +135,14 @@ class SglangEngine:
                 state.in_service = policy_version
                 self._adapters.retain(policy_version)
                 return 0.0
-            await asyncio.to_thread(self._read_fitting, folder)
+            await asyncio.to_thread(self._check_fits, folder)
             try:
-                if mode is OnNewVersion.DRAIN:
-                    await self._drain()
+                if mode is OnNewVersion.DRAIN:  # until every call that has started has ended; the others wait
+                    state.draining = True
+                    self._queue.wake_all()
+                    while any(server_call.begun for server_call in self._queue):
+                        state.serving()
+                        await asyncio.sleep(_POLL_SECONDS)
                 async with state.server_lock:
                     return await self._swap(folder, policy_version, mode)
             finally:
@@ -267,43 +271,40 @@ class SglangEngine:
         finally:
             await cancel_and_wait(*requests)
 
-    def _read_fitting(self, folder: Path) -> PolicyFolder:
-        policy = read_folder(folder)
-        assert self._state.folder is not None
-        if differs := difference(self._state.folder, policy):
+    def _check_fits(self, folder: Path) -> None:
+        if differs := difference(self._state.serving(), read_folder(folder)):
             raise EngineError(f"{folder}: another architecture: {differs}")
-        return policy
-
-    async def _drain(self) -> None:
-        """Wait until every call that has started has ended; the other calls wait for the load."""
-        self._state.draining = True
-        self._queue.wake_all()
-        while any(server_call.begun for server_call in self._queue):
-            self._state.serving()
-            await asyncio.sleep(_POLL_SECONDS)
 
     async def _swap(self, folder: Path, version: int, mode: OnNewVersion) -> float:
+        """Update the weights.
+
+        mode        running requests                    server's cache     order
+        interrupt   retract: back to its queue,         dropped            pause(retract), update(flush), continue
+                    prefilled again under the new weights
+                    abort: end as interrupted           dropped            abort each, then the same
+        keep_kv     continue in place                   kept               pause(in_place), update(no flush), continue
+        drain       finished before                     dropped            pause(retract), update(flush), continue
+
+        A version below the one in service (a pin) ends running calls: the versions of one call never decrease. A load
+        that replaces a version on trial drops all tokens sampled under that version, and its cache.
+        """
         state = self._state
-        plan = plan_reload(
-            mode,
-            interrupt=self._options.server.interrupt,
-            version=version,
-            in_service=state.in_service,
-            on_trial=state.on_trial,
-        )
+        falls, replaces = version < state.in_service, state.on_trial is not None
+        keeps_cache = mode is OnNewVersion.KEEP_KV and not (falls or replaces)
+        aborts = mode is OnNewVersion.INTERRUPT and self._options.server.interrupt == "abort" and not replaces
         started = time.monotonic()
         before = self._server.policy_version
         state.loading = True
         try:
-            if plan.end_running:
+            if falls or aborts:
                 ending = [server_call for server_call in self._queue if server_call.begun]
                 self._calls.mark_interrupted(ending)
                 await self._calls.end_requests(ending)
-            if not self._server.paused or plan.pause_mode != "in_place":  # also changes a pause in place to retract
-                await self._server.pause(plan.pause_mode)
+            if not (self._server.paused and keeps_cache):  # also changes a pause in place to retract
+                await self._server.pause("in_place" if keeps_cache else "retract")
             self._queue.set_paused(True)
-            await self._server.load(folder, version, flush=plan.flush)
-            self._stamp(before, version, plan)
+            await self._server.load(folder, version, flush=not keeps_cache)
+            self._stamp(before, version, keeps_cache=keeps_cache)
         finally:
             if not state.paused and state.failure is None:
                 await self._server.resume()
@@ -311,7 +312,7 @@ class SglangEngine:
             state.loading = False
         return time.monotonic() - started
 
-    def _stamp(self, before: int, version: int, plan: ReloadPlan) -> None:
+    def _stamp(self, before: int, version: int, *, keeps_cache: bool) -> None:
         """Record the new version: the version of further tokens, and the tokens that running slices may deliver."""
         state = self._state
         for server_call in self._queue:
@@ -319,9 +320,8 @@ class SglangEngine:
             if state.on_trial is not None and server_call.slicing:
                 server_call.refused.add(state.on_trial)
             if server_call.kv_min:
-                server_call.kv_min[version] = (
-                    version if plan.flush else min(version, server_call.kv_min.get(before, before))
-                )
+                oldest = server_call.kv_min.get(before, before) if keeps_cache else version
+                server_call.kv_min[version] = min(version, oldest)
         state.load_count += 1
         if state.paused:
             state.on_trial = version if version != state.in_service else None

@@ -206,7 +206,6 @@ class AdapterReader:
             raise EngineError(f"{file} cannot be read: {error}") from error
 
     def _adapted(self) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield the block, the packed matrix and its adapted layers, for every matrix with one."""
         for block in range(self.arch.layer_count):
             for matrix, names in MATRICES.items():
                 chosen = [name for name in names if f"model.layers.{block}.{name}" in self.layers.layers]

@@ -238,7 +238,6 @@ class RunningBatch:
             adapters.drop(old)
 
     def _version_of(self, call: RunningCall) -> int:
-        """Return the version that samples for a running call."""
         return self.policy_version if call.adapter_version is None else call.adapter_version
 
     def make_room(self) -> list[RunningCall]:

@@ -249,7 +249,6 @@ class TorchEngine:
         return load_weights(folder, arch, self._dtype, torch.device("cpu"))
 
     async def _call(self, function: Callable[[ModelThread], T]) -> T:
-        """Run ``function`` in the model thread and return its result."""
         thread = self._serving()
         done: Future[T] = Future()
 

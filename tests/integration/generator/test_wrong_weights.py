@@ -1,4 +1,4 @@
-"""Engines that name an adapter and compute another: canary and audit find the first version of which that is true."""
+"""Engines that name a version and compute another: canary and audit find the first version of which that is true."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.load import write_run_config
@@ -24,19 +24,27 @@ from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import SECRET_VARIABLE, audit_run
-from rollmesh.types import Batch, PolicyRecord
+from rollmesh.types import (
+    Batch,
+    FinishReason,
+    Group,
+    OutcomeKind,
+    PolicyRecord,
+    Prompt,
+    RewardOutcome,
+    Segment,
+    Trajectory,
+)
 
 from ...kit.adapters import ALPHA, RANK, change_tensors, merge, write_adapter
 from ...kit.checkpoint_samples import write_batch
-from ...kit.generation import hf_logprobs, prompt_ids
-from .generator_run import SECRET, GeneratorRun
-from .sampled_groups import group_of, sampled
+from ...kit.generation import collect, hf_logprobs, prompt_ids
+from .generator_run import CANARY, SECRET, GeneratorRun, make_call
 
 ADAPTER = {"rank": RANK, "alpha": ALPHA}
 SIZE = 0.005
 """Of an adapter's numbers: as after a first step, it changes the log-probabilities by less than the canary's threshold.
 Only the change between two versions shows a fault."""
-CANARY = [prompt_ids(90 + i, 20) for i in range(2)]
 
 Tensors = dict[str, Tensor]
 Fault = Callable[[Tensors, Tensors], Tensors]
@@ -84,19 +92,8 @@ def engine_with(fault: Fault, first: int) -> type[TorchEngine]:
 async def publish_adapter(run: GeneratorRun, base: PolicyRecord, version: int) -> PolicyRecord:
     """Write a random adapter with a true canary, to be announced."""
     source = write_adapter(run.folder / f"adapter-{version}", run.models[0], version, size=SIZE)
-    run.models[version] = merge(run.folder / f"merged-{version}", run.models[0], source)
-    return run.checkpoints.publish(
-        session=run.session,
-        policy_version=version,
-        train_step=version,
-        parent=version - 1,
-        write=lambda folder: [shutil.copy(f, folder) for f in source.iterdir()] and None,
-        canary=[
-            CanarySequence(token_ids=ids.tolist(), logprobs=hf_logprobs(run.models[version], ids).tolist())
-            for ids in CANARY
-        ],
-        base=BasePolicy(record=base, manifest=run.checkpoints.open(base).manifest),
-    )
+    model = merge(run.folder / f"merged-{version}", run.models[0], source)
+    return run.write(version, source, model, base=BasePolicy(record=base, manifest=run.checkpoints.open(base).manifest))
 
 
 async def decided(run: GeneratorRun, version: int) -> tuple[bool, str]:
@@ -110,6 +107,36 @@ async def decided(run: GeneratorRun, version: int) -> tuple[bool, str]:
     await run.until(f"the generator to load version {version} or to refuse it", known)
     ((_, serving, reason),) = states
     return serving, reason
+
+
+async def train_on(run: GeneratorRun, engine: TorchEngine, step: int) -> None:
+    """Write a batch of eight groups that the engine samples, and the state after it, as a trainer does."""
+    groups = []
+    for number in range(8 * step - 8, 8 * step):
+        call = make_call(f"e0-{number}.0", prompt_ids(number), max_new_token_count=40)
+        segments = [
+            Segment(
+                token_ids=chunk.token_ids,
+                behavior_logprobs=chunk.behavior_logprobs,
+                policy_version=chunk.policy_version,
+                kv_min_version=chunk.kv_min_version,
+            )
+            for chunk in (await collect(engine, call)).chunks
+            if len(chunk.token_ids)
+        ]
+        trajectory = Trajectory(
+            trajectory_id=call.trajectory_id,
+            group_id=f"e0-{number}",
+            member_index=0,
+            prompt=Prompt(prompt_id=f"p{number}", token_ids=call.context_ids, verifier="exact"),
+            segments=tuple(segments),
+            finish_reason=FinishReason.LENGTH,
+            outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=1.0),
+        )
+        groups.append(Group(group_id=f"e0-{number}", admission_index=number, trajectories=(trajectory,)))
+    write_batch(run.checkpoints, Batch(train_step=step, groups=tuple(groups)), Cursor(epoch=0, index=8 * step))
+    tensors = {"weight": torch.zeros(2)}
+    run.checkpoints.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
 
 
 @pytest.mark.parametrize(
@@ -170,12 +197,7 @@ async def test_the_audit_is_red_at_the_first_version_with_a_fault(
         if version:
             await engine.stage(folder, version)
             await engine.load(folder, version, OnNewVersion.NEXT_SLICE)
-        numbers = range(8 * version, 8 * version + 8)
-        groups = tuple([group_of(number, await sampled(engine, number)) for number in numbers])
-        step = version + 1
-        write_batch(run.checkpoints, Batch(train_step=step, groups=groups), Cursor(epoch=0, index=8 * step))
-        tensors = {"weight": torch.zeros(2)}
-        run.checkpoints.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
+        await train_on(run, engine, version + 1)
     await engine.aclose()
     result = audit_run(run.folder)
     if fault is None:
@@ -210,3 +232,80 @@ async def test_an_engine_without_a_fault_serves_every_adapter(make_run: Any) -> 
     for version in (1, 2, 3):
         await run.announce(await publish_adapter(run, base, version))
         assert await decided(run, version) == (True, "")
+
+
+LEARNING_RATE = 1e-6
+"""Of an ordinary run: the first Adam step moves every weight by it."""
+
+
+class BaseWeights(TorchEngine):
+    """A torch engine to which newer weights are never delivered."""
+
+    async def start(self, folder: Path, policy_version: int) -> None:
+        self.base = folder
+        await super().start(folder, policy_version)
+
+    async def stage(self, folder: Path, policy_version: int) -> bool:
+        return await super().stage(self.base, policy_version)
+
+    async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
+        return await super().load(self.base, policy_version, mode)
+
+
+async def publish_update(run: GeneratorRun, version: int) -> PolicyRecord:
+    """Write the policy that one optimizer step makes of the version before, to be announced."""
+    source = run.folder / f"model-{version}"
+    model = AutoModelForCausalLM.from_pretrained(run.models[version - 1], dtype=torch.float32)
+    tokens = torch.from_numpy(np.stack([prompt_ids(500 + i, 40) for i in range(8)]).astype(np.int64))
+    model(tokens, labels=tokens).loss.backward()
+    torch.optim.Adam(model.parameters(), lr=LEARNING_RATE).step()
+    model.save_pretrained(source)
+    return run.write(version, source, source)
+
+
+async def test_a_generator_whose_engine_keeps_the_base_weights_stops_serving_at_the_first_version(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmesh.generator.engines.torch.torch_engine.TorchEngine", BaseWeights)
+    run = await make_run()
+    await run.publish(0)
+    first = await publish_update(run, 1)
+    run.start()
+    await run.serving(0)
+    await run.announce(first)
+    serving, reason = await decided(run, 1)
+    assert not serving and "policy version 1: its weights were not delivered to the engine" in reason
+
+
+async def test_a_generator_whose_engine_takes_ordinary_updates_serves_them(make_run: Any) -> None:
+    run = await make_run()
+    await run.begin()
+    for version in (1, 2, 3):
+        await run.announce(await publish_update(run, version))
+        await run.serving(version)
+
+
+@pytest.mark.parametrize("kind", [BaseWeights, TorchEngine])
+async def test_the_audit_is_red_at_the_first_version_whose_weights_the_engine_never_had(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, kind: type[TorchEngine]
+) -> None:
+    run = await make_run()
+    write_run_config(run.config, run.folder / "config.yaml")
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    await run.publish(0)
+    await publish_update(run, 1)
+    first, second = (run.checkpoints.root / r.path for r in run.checkpoints.complete_policies())
+    engine = kind(GeneratorConfig(slots=8, max_context_tokens=128, device="cpu"))
+    await engine.start(first, 0)
+    for step in (1, 2):
+        await train_on(run, engine, step)
+        await engine.load(second, 1, OnNewVersion.INTERRUPT)
+    await engine.aclose()
+    result = audit_run(run.folder)
+    assert result.policy_versions == (0, 1)
+    if kind is TorchEngine:
+        assert result.green, result.problems
+    else:
+        assert not result.green
+        assert [problem.partition(":")[0] for problem in result.problems] == ["policy version 1"]
+    assert np.isfinite([version.mean_gap for version in result.rescoring.versions]).all()
