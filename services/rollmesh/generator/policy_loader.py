@@ -88,7 +88,7 @@ class PolicyLoader:
         else:
             policy, scorable = await self.staged(record, known)
             if scorable:
-                await self._check_or_leave(policy, record.policy_version)
+                await self._check(policy, record.policy_version)
             pause_seconds = await self._replace(policy, checked=scorable)
         self.serving = policy
         seconds = time.monotonic() - started
@@ -110,7 +110,7 @@ class PolicyLoader:
         await self._engine.start(first.folder, first.manifest.policy_version)
         self._base = first
         # There is no older policy to restore: the engine keeps these weights until a version passes.
-        await self._check_or_leave(first)
+        await self._check(first)
         self.serving = first
         if policy is first:
             self._serving_state.put_in_service()
@@ -131,7 +131,7 @@ class PolicyLoader:
                 reason=Reason.FOREIGN_ARCHITECTURE,
             )
         await self._timed("stage", self._engine.stage(policy.folder, version))
-        await self._check_or_leave(policy, version)
+        await self._check(policy, version)
         await self._engine.load(policy.folder, version, self._mode)
         self._serving_state.put_in_service()
 
@@ -163,39 +163,21 @@ class PolicyLoader:
         await engine.pause()
         try:
             await self._timed("swap", engine.load(policy.folder, version, self._mode))
-            await self._check_or_restore(policy)
+            self.unchecked = True
+            try:
+                await self._check(policy)
+            except EngineLost:
+                raise
+            except EngineError:
+                # Running calls continue on the old policy, new calls are rejected. Without it, the running calls end.
+                self.unchecked = not await self._restore_old_policy()
+                raise
+            self.unchecked = False
             self._serving_state.put_in_service()
         finally:
             if not (was_paused or self.unchecked):
                 await engine.resume()
         return time.monotonic() - started
-
-    async def _check_or_restore(self, policy: VerifiedPolicy) -> None:
-        """Check the policy that was just loaded; restore the last good one if the check fails.
-
-        After a restore the running calls continue and new calls are rejected. If the restore fails too, the running
-        calls end as interrupted.
-        """
-        self.unchecked = True
-        try:
-            await self._check_canary(policy)
-        except EngineLost:
-            raise
-        except EngineError as error:
-            self._serving_state.take_out_of_service(str(error))
-            self.unchecked = not await self._restore_old_policy()
-            raise
-        self.unchecked = False
-
-    async def _check_or_leave(self, policy: VerifiedPolicy, staged_version: int | None = None) -> None:
-        """Check the policy in the engine, or a staged one; leave the rotation if the check fails, and raise."""
-        try:
-            await self._check_canary(policy, staged_version)
-        except EngineLost:
-            raise
-        except EngineError as error:
-            self._serving_state.take_out_of_service(str(error))
-            raise
 
     async def _restore_old_policy(self) -> bool:
         if self.serving is None:
@@ -213,20 +195,27 @@ class PolicyLoader:
             return False
         return True
 
-    async def _check_canary(self, policy: VerifiedPolicy, staged_version: int | None = None) -> None:
+    async def _check(self, policy: VerifiedPolicy, staged_version: int | None = None) -> None:
+        """Score the canary on the policy in the engine or a staged one; if it fails, leave the rotation and raise."""
         manifest = policy.manifest
         sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in manifest.canary]
-        engine = await self._timed("canary", self._engine.score(sequences, staged_version))
-        trainer = [np.array(c.logprobs[: len(found)]) for found, c in zip(engine, manifest.canary, strict=True)]
-        scores = CanaryScores(
-            policy_version=manifest.policy_version,
-            engine_logprobs=np.concatenate(engine).astype(np.float64),
-            trainer_logprobs=np.concatenate(trainer).astype(np.float64),
-            weights=frozenset(file.sha256 for file in manifest.files if file.path.endswith(".safetensors")),
-            is_adapter=policy.base is not None,
-        )
-        self._metrics.canary_gap.set(scores.gap)
-        self._canary.check(scores)
+        try:
+            engine = await self._timed("canary", self._engine.score(sequences, staged_version))
+            trainer = [np.array(c.logprobs[: len(found)]) for found, c in zip(engine, manifest.canary, strict=True)]
+            scores = CanaryScores(
+                policy_version=manifest.policy_version,
+                engine_logprobs=np.concatenate(engine).astype(np.float64),
+                trainer_logprobs=np.concatenate(trainer).astype(np.float64),
+                weights=frozenset(file.sha256 for file in manifest.files if file.path.endswith(".safetensors")),
+                is_adapter=policy.base is not None,
+            )
+            self._metrics.canary_gap.set(scores.gap)
+            self._canary.check(scores)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            self._serving_state.take_out_of_service(str(error))
+            raise
 
     async def _verified(self, record: PolicyRecord, like: Manifest | None = None) -> VerifiedPolicy:
         return await self._timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
@@ -246,7 +235,7 @@ class PolicyLoader:
         )
         if isinstance(verified, CheckpointError):
             # A damaged copy of an object store's policy is pulled again; in a shared folder this raises the error.
-            policy = await self._timed("verify", asyncio.to_thread(self._checkpoints.open, record, like=like))
+            policy = await self._verified(record, like)
             return policy, await self._timed("stage", self._engine.stage(policy.folder, record.policy_version))
         if isinstance(verified, BaseException):
             raise verified

@@ -117,20 +117,17 @@ class RewardClient:
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
-        batch: list[_Waiting] = []
+        batches: list[list[_Waiting]] = []
         size = 0
         for waiting in pending:
             item_bytes = waiting.item.ByteSize()
-            if batch and (len(batch) >= MOST_ITEMS_PER_CALL or size + item_bytes > MOST_BYTES_PER_CALL):
-                self._start(batch)
-                batch, size = [], 0
-            batch.append(waiting)
+            if not batches or len(batches[-1]) >= MOST_ITEMS_PER_CALL or size + item_bytes > MOST_BYTES_PER_CALL:
+                batches.append([])
+                size = 0
+            batches[-1].append(waiting)
             size += item_bytes
-        if batch:
-            self._start(batch)
-
-    def _start(self, batch: list[_Waiting]) -> None:
-        self._calls.start(self._deliver(batch), "reward-call")
+        for batch in batches:
+            self._calls.start(self._deliver(batch), "reward-call")
 
     async def _deliver(self, batch: list[_Waiting]) -> None:
         try:

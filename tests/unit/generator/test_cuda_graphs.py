@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.decode_step import BucketedStepper, make_stepper
+from rollmesh.generator.engines.torch.decode_step import Stepper
 from rollmesh.generator.engines.torch.weights import load_weights
 
 from ...kit.generation import collect, make_call, prompt_ids
@@ -23,8 +23,8 @@ def test_replayed_steps_equal_the_same_steps_launched_one_by_one(model_folder):
     with torch.inference_mode():
         replayed, launched = (StepBench(model_folder("qwen2"), device=device) for _ in range(2))
         steppers = (
-            make_stepper(replayed.model, replayed.cache, SLOTS, graphs=True),
-            BucketedStepper(launched.model, launched.cache, SLOTS, lambda work: work),
+            Stepper(replayed.model, replayed.cache, SLOTS, padded=True),
+            Stepper(launched.model, launched.cache, SLOTS, padded=True, capture=lambda work: work),
         )
         lengths = [5, 17, 30]
         rows = [bench.fill(lengths) for bench in (replayed, launched)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,12 @@ from rollmesh.generator.policy_watcher import PolicyWatcher, ReloadTurns
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.tasks import Backoff
+from rollmesh.runtime.tasks import Backoff, cancel_and_wait
 from rollmesh.scheduling.next_policy import ReloadRules
 from rollmesh.store.policy_registry import PolicyOutlook
 from rollmesh.types import PolicyRecord
+
+from ...kit.waiting import reached
 
 
 @dataclass
@@ -34,12 +37,16 @@ class Engine:
 
     told: list[str] = field(default_factory=list)
     may_load: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set unless a test clears it: a load waits for it."""
     start_error: RollmeshError | None = None
     score_error: EngineError | None = None
     paused: bool = False
     staged: int | None = None
     scores_staged: bool = False
     held_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.may_load.set()
 
     async def start(self, folder: Path, version: int) -> None:
         assert not self.told, "started twice"
@@ -97,9 +104,17 @@ class Registry:
 
 
 class Checkpoints:
-    """Every policy is whole, and its trainer found 0 for every token."""
+    """Every policy is whole, unless an error is to be raised first, and its trainer found 0 for every token."""
+
+    def __init__(self) -> None:
+        self.errors: dict[int, list[CheckpointError]] = {}
+        """By version; each is raised once."""
+        self.opened: Callable[[int], None] = lambda version: None
 
     def open(self, record: PolicyRecord, like: Any = None) -> Any:
+        self.opened(record.policy_version)
+        if errors := self.errors.get(record.policy_version):
+            raise errors.pop()
         canary = [SimpleNamespace(token_ids=[1, 2, 3], logprobs=[0.0, 0.0])]
         manifest = SimpleNamespace(policy_version=record.policy_version, canary=canary, files=[], base=None)
         return SimpleNamespace(folder=Path(record.path), manifest=manifest, base=None)
@@ -149,11 +164,20 @@ def mode() -> OnNewVersion:
 
 
 @pytest.fixture
+def checkpoints(mode: OnNewVersion) -> Checkpoints:
+    return Adapters() if mode is OnNewVersion.NEXT_SLICE else Checkpoints()
+
+
+@pytest.fixture
 def watcher(
-    engine: Engine, serving_state: ServingState, registry: Registry, rules: ReloadRules, mode: OnNewVersion
+    engine: Engine,
+    serving_state: ServingState,
+    registry: Registry,
+    rules: ReloadRules,
+    mode: OnNewVersion,
+    checkpoints: Checkpoints,
 ) -> PolicyWatcher:
     metrics = GeneratorMetrics(Metrics("generator"))
-    checkpoints = Adapters() if mode is OnNewVersion.NEXT_SLICE else Checkpoints()
     parts: tuple[Any, ...] = (engine, checkpoints, serving_state, metrics)
     loader = PolicyLoader(*parts, mode=mode, canary=Canary(threshold=0.1, min_change=1e-6), max_context_tokens=64)
     turns = ReloadTurns(None, "g", metrics, at_once=None, ttl=30.0)  # type: ignore[arg-type]
@@ -163,10 +187,9 @@ def watcher(
 
 async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(watcher, engine, serving_state):
     await watcher.load_version(0)
+    engine.may_load.clear()
     asked = asyncio.create_task(watcher.load_version(1))
-    async with asyncio.timeout(60):
-        while not engine.paused:
-            await asyncio.sleep(0.001)
+    await reached(lambda: engine.paused)
     asked.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asked
@@ -178,24 +201,18 @@ async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(w
 
 
 async def test_a_version_is_known_to_be_in_use_from_before_it_is_read_until_it_serves_or_is_refused(
-    watcher, engine, serving_state, monkeypatch
+    watcher, engine, serving_state, checkpoints
 ):
     in_use: list[int | None] = []
-    whole = Checkpoints.open
-
-    def open_policy(checkpoints: Checkpoints, record: PolicyRecord, like: Any = None) -> Any:
-        in_use.append(serving_state.loading_version if serving_state.changed.is_set() else None)
-        if record.policy_version == 2:
-            raise CheckpointError("torn", reason=Reason.TORN)
-        return whole(checkpoints, record, like)
-
-    monkeypatch.setattr(Checkpoints, "open", open_policy)
+    checkpoints.errors[2] = [CheckpointError("torn", reason=Reason.TORN)]
+    checkpoints.opened = lambda version: in_use.append(
+        serving_state.loading_version if serving_state.changed.is_set() else None
+    )
     await watcher.load_version(0)
     serving_state.changed.clear()
+    engine.may_load.clear()
     slow = asyncio.create_task(watcher.load_version(1))
-    async with asyncio.timeout(60):
-        while not engine.paused:
-            await asyncio.sleep(0.001)
+    await reached(lambda: engine.paused)
     assert serving_state.loading_version == 1
     engine.may_load.set()
     await slow
@@ -214,7 +231,6 @@ async def test_a_first_canary_that_cannot_be_scored_leaves_an_engine_that_the_ne
         await watcher.load_version(0)
     assert "out of memory" in serving_state.reason
     engine.score_error = None
-    engine.may_load.set()
     await watcher.load_version(1)
     assert engine.told == ["start 0", "load 1", "resume"]
     assert not serving_state.reason
@@ -239,7 +255,6 @@ async def test_a_first_policy_that_the_engine_cannot_load_ends_the_process_and_s
 
 
 async def test_staged_weights_are_scored_before_their_swap_which_is_the_whole_pause(watcher, engine, serving_state):
-    engine.may_load.set()
     engine.scores_staged = True
     engine.held_seconds = 0.25
     await watcher.load_version(0)
@@ -251,7 +266,6 @@ async def test_staged_weights_are_scored_before_their_swap_which_is_the_whole_pa
 
 
 async def test_an_engine_that_an_operator_paused_stays_paused_when_staged_weights_are_swapped_in(watcher, engine):
-    engine.may_load.set()
     engine.scores_staged = True
     await watcher.load_version(0)
     await engine.pause()
@@ -260,7 +274,6 @@ async def test_an_engine_that_an_operator_paused_stays_paused_when_staged_weight
 
 
 async def test_staged_weights_that_fail_their_canary_never_pause_decoding(watcher, engine, serving_state):
-    engine.may_load.set()
     engine.scores_staged = True
     await watcher.load_version(0)
     engine.score_error = EngineError("out of memory")
@@ -276,7 +289,6 @@ async def test_staged_weights_that_fail_their_canary_never_pause_decoding(watche
 async def test_an_engine_paused_with_weights_that_failed_continues_with_staged_weights_that_pass(
     watcher, engine, serving_state, monkeypatch
 ):
-    engine.may_load.set()
     await watcher.load_version(0)
     load = engine.load
 
@@ -300,95 +312,75 @@ async def test_an_engine_paused_with_weights_that_failed_continues_with_staged_w
     assert not engine.paused and not serving_state.reason
 
 
-async def looked_twice(running: asyncio.Task[None], registry: Registry, engine: Engine) -> list[str]:
-    """Wait until the watcher has found nothing to load twice; what it told the engine, but for what resumes it."""
-    before = registry.looks
-    async with asyncio.timeout(60):
-        while registry.looks < before + 2:
-            assert not running.done()
-            await asyncio.sleep(0.001)
-    return [what for what in engine.told if what != "resume"]
+@contextlib.asynccontextmanager
+async def running(
+    watcher: PolicyWatcher, registry: Registry, engine: Engine
+) -> AsyncIterator[Callable[[], Awaitable[list[str]]]]:
+    """Run the watcher in the block.
+
+    Yields a function that waits until it has found nothing to load twice; what it told the engine, but for what
+    resumes it.
+    """
+    task = asyncio.create_task(watcher.run())
+
+    async def told() -> list[str]:
+        before = registry.looks
+        await reached(lambda: task.done() or registry.looks >= before + 2)
+        assert not task.done()
+        return [what for what in engine.told if what != "resume"]
+
+    try:
+        yield told
+    finally:
+        await cancel_and_wait(task)
 
 
 @pytest.mark.parametrize("rules", [ReloadRules(every_versions=3, last_train_step=5)])
 async def test_the_watcher_passes_over_versions_between_two_multiples_of_k(watcher, engine, registry):
-    engine.may_load.set()
-    running = asyncio.create_task(watcher.run())
-    parts = running, registry, engine
-    try:
-        assert await looked_twice(*parts) == ["start 0"]
+    async with running(watcher, registry, engine) as told:
+        assert await told() == ["start 0"]
         registry.newest = 2
-        assert await looked_twice(*parts) == ["start 0"]
+        assert await told() == ["start 0"]
         registry.newest = 3
-        assert await looked_twice(*parts) == ["start 0", "load 3"]
+        assert await told() == ["start 0", "load 3"]
         registry.newest = 4
-        assert await looked_twice(*parts) == ["start 0", "load 3"]
+        assert await told() == ["start 0", "load 3"]
         registry.required = 4
-        assert await looked_twice(*parts) == ["start 0", "load 3", "load 4"]
+        assert await told() == ["start 0", "load 3", "load 4"]
         registry.newest = 5
-        assert await looked_twice(*parts) == ["start 0", "load 3", "load 4", "load 5"], "the last one"
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        assert await told() == ["start 0", "load 3", "load 4", "load 5"], "the last one"
 
 
 async def test_a_policy_that_could_not_be_fetched_during_an_outage_of_the_object_store_is_tried_again(
-    watcher, engine, registry, serving_state, monkeypatch
+    watcher, engine, registry, serving_state, checkpoints, monkeypatch
 ):
     monkeypatch.setattr(policy_watcher, "_BACKOFF", Backoff(first_seconds=0.0))
-    out_of_reach = [0, 1]
-    whole = Checkpoints.open
-
-    def open_policy(checkpoints: Checkpoints, record: PolicyRecord, like: Any = None) -> Any:
-        if record.policy_version in out_of_reach:
-            out_of_reach.remove(record.policy_version)
-            raise CheckpointError("connection refused", reason=Reason.UNREACHABLE)
-        return whole(checkpoints, record, like)
-
-    monkeypatch.setattr(Checkpoints, "open", open_policy)
-    engine.may_load.set()
-    running = asyncio.create_task(watcher.run())
-    try:
-        assert await looked_twice(running, registry, engine) == ["start 0"]
+    for version in (0, 1):
+        checkpoints.errors[version] = [CheckpointError("connection refused", reason=Reason.UNREACHABLE)]
+    async with running(watcher, registry, engine) as told:
+        assert await told() == ["start 0"]
         registry.newest = 1
-        assert await looked_twice(running, registry, engine) == ["start 0", "load 1"]
-        assert not out_of_reach and not serving_state.reason and serving_state.refused_version is None
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        assert await told() == ["start 0", "load 1"]
+    assert checkpoints.errors == {0: [], 1: []}
+    assert not serving_state.reason and serving_state.refused_version is None
 
 
 async def test_a_generator_whose_object_store_refuses_it_ends_before_its_first_policy_and_keeps_serving_after_it(
-    watcher, engine, registry, serving_state, monkeypatch
+    watcher, engine, registry, serving_state, checkpoints, monkeypatch
 ):
     monkeypatch.setattr(policy_watcher, "_BACKOFF", Backoff(first_seconds=0.01))
-    refused, whole = [0], Checkpoints.open
-
-    def open_policy(checkpoints: Checkpoints, record: PolicyRecord, like: Any = None) -> Any:
-        if record.policy_version in refused:
-            raise CheckpointError("AccessDenied; allow it to read", reason=Reason.REFUSED)
-        return whole(checkpoints, record, like)
-
-    monkeypatch.setattr(Checkpoints, "open", open_policy)
+    refusals = [CheckpointError("AccessDenied; allow it to read", reason=Reason.REFUSED)] * 10_000
+    checkpoints.errors = {0: refusals[:1], 1: refusals}
     with pytest.raises(CheckpointError, match="AccessDenied; allow it to read") as ended:
         await watcher.run()
     assert ended.value.final
-    refused[0] = 1
-    engine.may_load.set()
-    running = asyncio.create_task(watcher.run())
-    try:
-        assert await looked_twice(running, registry, engine) == ["start 0"]
+    async with running(watcher, registry, engine) as told:
+        assert await told() == ["start 0"]
         assert watcher._health.waits.text() == ""
         registry.newest = 1
-        async with asyncio.timeout(60):
-            while not (shown := watcher._health.waits.text()):
-                await asyncio.sleep(0.001)
-        assert shown == "policy version 1: AccessDenied; allow it to read"
-        assert not running.done()
+        await reached(lambda: bool(watcher._health.waits.text()))
+        assert watcher._health.waits.text() == "policy version 1: AccessDenied; allow it to read"
         assert not serving_state.reason and serving_state.refused_version is None
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 _ADAPTERS = pytest.mark.parametrize("mode", [OnNewVersion.NEXT_SLICE])
@@ -398,7 +390,6 @@ _ADAPTERS = pytest.mark.parametrize("mode", [OnNewVersion.NEXT_SLICE])
 async def test_a_generator_that_starts_late_loads_the_base_and_the_newest_adapter_above_it(
     watcher, engine, serving_state
 ):
-    engine.may_load.set()
     await watcher.load_version(5)
     assert engine.told == ["start 0", "score 5", "load 5"]
     assert not serving_state.reason
@@ -407,10 +398,9 @@ async def test_a_generator_that_starts_late_loads_the_base_and_the_newest_adapte
 @_ADAPTERS
 async def test_an_adapter_serves_once_its_canary_passed_and_decoding_never_pauses(watcher, engine, serving_state):
     await watcher.load_version(0)
+    engine.may_load.clear()
     asked = asyncio.create_task(watcher.load_version(1))
-    async with asyncio.timeout(60):
-        while engine.told[-1] != "score 1":
-            await asyncio.sleep(0.001)
+    await reached(lambda: engine.told[-1] == "score 1")
     assert not engine.paused and not serving_state.reason
     engine.may_load.set()
     await asked
@@ -423,7 +413,6 @@ async def test_an_adapter_serves_once_its_canary_passed_and_decoding_never_pause
 async def test_an_adapter_that_fails_its_canary_never_serves_and_the_generator_leaves_the_rotation_until_one_passes(
     watcher, engine, serving_state
 ):
-    engine.may_load.set()
     await watcher.load_version(1)
     engine.score_error = EngineError("out of memory")
     with pytest.raises(EngineError, match="out of memory"):
@@ -436,7 +425,6 @@ async def test_an_adapter_that_fails_its_canary_never_serves_and_the_generator_l
 
 @_ADAPTERS
 async def test_an_adapter_above_another_base_is_refused_and_the_old_one_serves_on(watcher, engine, serving_state):
-    engine.may_load.set()
     await watcher.load_version(1)
     with pytest.raises(CheckpointError, match="policy_version 9: its base is policy version 0, but .* of other files"):
         await watcher.load_version(9)
@@ -444,7 +432,6 @@ async def test_an_adapter_above_another_base_is_refused_and_the_old_one_serves_o
 
 
 async def test_an_adapter_in_a_run_of_full_weights_is_refused(watcher, engine, monkeypatch):
-    engine.may_load.set()
     monkeypatch.setattr(watcher._loader, "_checkpoints", Adapters())
     with pytest.raises(CheckpointError, match="is an adapter, but the run file has no model.adapter"):
         await watcher.load_version(1)

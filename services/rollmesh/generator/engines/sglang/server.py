@@ -77,7 +77,15 @@ class SglangServer:
             await self._until_up()
         finally:
             options.key_file.unlink(missing_ok=True)
-        await self._check_settings()
+        info = await self.api.server_info()
+        self.kv_token_capacity = options.cache_tokens(info, self.api.url, self.adapter_targets)
+        self._log.info(
+            "server_ready",
+            url=self.api.url,
+            version=info.get("version"),
+            kv_token_capacity=self.kv_token_capacity,
+            max_running_requests=info.get("max_running_requests"),
+        )
         if options.server.url is not None:
             await self.pause("retract")
             await self._update(folder, policy_version, flush=True)
@@ -211,17 +219,6 @@ class SglangServer:
         except EngineError as error:
             return str(error)
         return None
-
-    async def _check_settings(self) -> None:
-        info = await self.api.server_info()
-        self.kv_token_capacity = self._options.cache_tokens(info, self.api.url, self.adapter_targets)
-        self._log.info(
-            "server_ready",
-            url=self.api.url,
-            version=info.get("version"),
-            kv_token_capacity=self.kv_token_capacity,
-            max_running_requests=info.get("max_running_requests"),
-        )
 
     async def _probe_until_lost(self) -> None:
         """Probe the server until it dies, does not answer or has unknown weights, and report that as lost.

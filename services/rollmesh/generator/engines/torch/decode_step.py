@@ -33,14 +33,29 @@ _MAX_STEPS = 64
 """Maximum number of bucket combinations kept, with their graphs."""
 
 
-class PlainStepper:
-    """Decoder of exactly the rows in use, in the order of the cache's tiers."""
+class Stepper:
+    """Decoder of the rows in use, in the order of the cache's tiers.
 
-    def __init__(self, model: DecoderModel, cache: KvCache, slots: int) -> None:
+    ``padded`` steps have static shapes and are made once per combination of buckets.
+    """
+
+    def __init__(
+        self, model: DecoderModel, cache: KvCache, slots: int, *, padded: bool = False, capture: Capture | None = None
+    ) -> None:
+        """Create a decoder of at most ``slots`` rows; without ``capture``, padded steps are captured on a GPU only."""
         self._model = model
         self._cache = cache
-        self._buffers = StepBuffers(model, slots)
-        self._plan: DecodePlan | None = None
+        self._padded = padded
+        self._capture = capture
+        if padded and capture is None and model.device.type == "cuda":
+            self._capture = _graph_capture(model.device)
+        # Rounding up to a power of two less than doubles the rows.
+        scores = {"shared_score_tokens": cache.token_capacity} if padded else {}
+        self._buffers = StepBuffers(model, 2 * slots if padded else slots, **scores)
+        self._steps: OrderedDict[TierRows, _StaticStep] = cache.views
+        self._current: DecodePlan | _StaticStep | None = None
+        self._live: Tensor | None = None
+        """Rows of the padded step that belong to calls, int64 [rows]; None if all rows do."""
 
     def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
         """Prepare steps for the active rows; returns the number of steps for which this is valid.
@@ -49,91 +64,52 @@ class PlainStepper:
         places of their adapters; None without adapters.
         """
         shares: list[TierShare] = []
-        active = np.zeros(len(lengths), np.bool_)
+        rows: list[int] = []  # of the step: numbers of rows in ``lengths``, -1 for padding
+        live: list[int] = []
         steps, start = self._cache.longest, 0
         for tier in self._cache.tiers:
-            used = slice(start, start + tier.active_count)
-            start += len(tier.slots)
-            if not tier.active_count:
+            first, start, used = start, start + len(tier.slots), tier.active_count
+            if not used:
                 continue
-            active[used] = True
-            longest = int(lengths[used].max())
-            span = min(tier.width, (longest // _SPAN + 1) * _SPAN)
+            count = bucket(used, tier.row_capacity) if self._padded else used
+            stop = min(start, first + count)  # held rows used as padding are written only after their tokens
+            longest = int(lengths[first:stop].max())
+            span = tier.width if self._padded else min(tier.width, (longest // _SPAN + 1) * _SPAN)
             steps = min(steps, span - longest)
-            shares.append(TierShare(tier, tier.active_count, span))
-        self._plan = DecodePlan(self._buffers, shares, self._buffers.counters(lengths[active]))
+            live += range(len(rows), len(rows) + used)
+            rows += [*range(first, stop), *[-1] * (first + count - stop)]
+            shares.append(TierShare(tier, count, span))
+        counters = self._buffers.counters(np.append(lengths, 0)[rows])
         if self._model.adapters is not None and places is not None:
-            self._model.adapters.arrange(places[active])
+            self._model.adapters.arrange(np.append(places, BASE)[rows])
+        if not self._padded:
+            self._current = DecodePlan(self._buffers, shares, counters)
+            return steps
+        self._current = self._static_step(shares)
+        self._current.place(counters)
+        self._live = torch.tensor(live, device=self._model.device) if len(live) < len(rows) else None
         return steps
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Append ``tokens`` int64 [active]; returns the logits [active, vocab], valid until the next step."""
-        assert self._plan is not None
-        return self._model.decode(tokens, self._plan)
-
-    def release(self) -> None:
-        """Drop the result of ``prepare`` because rows are about to move."""
-        self._plan = None
-
-
-class BucketedStepper:
-    """Decoder like ``PlainStepper`` with padded steps of static shape, made once per combination of buckets."""
-
-    def __init__(self, model: DecoderModel, cache: KvCache, slots: int, capture: Capture | None) -> None:
-        self._model = model
-        self._cache = cache
-        self._capture = capture
-        # Rounding up to a power of two less than doubles the rows.
-        self._buffers = StepBuffers(model, 2 * slots, shared_score_tokens=cache.token_capacity)
-        self._steps: OrderedDict[TierRows, _StaticStep] = cache.views
-        self._current: _StaticStep | None = None
-        self._live: Tensor | None = None
-        """Rows of the padded step that belong to calls, int64 [rows]; None if all rows do."""
-
-    def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
-        shares: list[tuple[int, TierShare]] = []
-        padded_lengths, padded_places, live = [], [], []
-        steps, start, active, padded_start = self._cache.longest, 0, 0, 0
-        for number, tier in enumerate(self._cache.tiers):
-            first, start, used = start, start + len(tier.slots), tier.active_count
-            if not used:
-                continue
-            rows = bucket(used, tier.row_capacity)
-            # Held rows used as padding are written only after their tokens.
-            here = lengths[first:start][:rows]
-            steps = min(steps, tier.width - int(here.max()))
-            padding = (0, rows - len(here))
-            padded_lengths.append(np.pad(here, padding))
-            if places is not None:
-                padded_places.append(np.pad(places[first:start][:rows], padding, constant_values=BASE))
-            live.append(np.arange(padded_start, padded_start + used))
-            shares.append((number, TierShare(tier, rows, tier.width)))
-            active, padded_start = active + used, padded_start + rows
-        self._current = self._step_of(shares)
-        self._current.place(self._buffers.counters(np.concatenate(padded_lengths)))
-        if self._model.adapters is not None and padded_places:
-            self._model.adapters.arrange(np.concatenate(padded_places))
-        self._live = None
-        if active < padded_start:
-            self._live = torch.from_numpy(np.concatenate(live)).to(self._model.device)
-        return steps
-
-    def logits(self, tokens: Tensor) -> Tensor:
         step, live = self._current, self._live
         assert step is not None
+        if isinstance(step, DecodePlan):
+            return self._model.decode(tokens, step)
         if live is None:
             return step.run(tokens)
         step.tokens.index_copy_(0, live, tokens)
         return step.run(None).index_select(0, live)
 
     def release(self) -> None:
+        """Drop the result of ``prepare`` because rows are about to move."""
         self._current = None
 
-    def _step_of(self, shares: list[tuple[int, TierShare]]) -> _StaticStep:
-        key = tuple((number, share.rows) for number, share in shares)
+    def _static_step(self, shares: list[TierShare]) -> _StaticStep:
+        key = tuple((self._cache.tiers.index(share.tier), share.rows) for share in shares)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = _StaticStep(self._model, self._buffers, [s for _, s in shares], self._capture)
+            step = self._steps[key] = _StaticStep(self._model, self._buffers, shares, self._capture)
             if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
@@ -175,16 +151,6 @@ class _StaticStep:
         self._work()
         self._ran = True
         return self._logits
-
-
-Stepper = PlainStepper | BucketedStepper
-
-
-def make_stepper(model: DecoderModel, cache: KvCache, slots: int, *, graphs: bool) -> Stepper:
-    """Build the padded stepper if ``graphs`` is set (captured on a GPU only), else the plain one."""
-    if not graphs:
-        return PlainStepper(model, cache, slots)
-    return BucketedStepper(model, cache, slots, _graph_capture(model.device) if model.device.type == "cuda" else None)
 
 
 def bucket(rows: int, most: int) -> int:

@@ -19,7 +19,7 @@ from rollmesh.generator.engines.engine_protocol import EngineStatus, OnNewVersio
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.torch.adapters import BASE, AdapterReader, AdapterStack
 from rollmesh.generator.engines.torch.architecture import Architecture, difference, read_architecture
-from rollmesh.generator.engines.torch.decode_step import make_stepper
+from rollmesh.generator.engines.torch.decode_step import Stepper
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel, prefill_batches
 from rollmesh.generator.engines.torch.kv_cache import KvCache, tier_widths
 from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
@@ -95,7 +95,7 @@ class TorchEngine:
         model = DecoderModel(
             arch, weights, config.max_context_tokens, self._device, swap_in_place=in_place, adapters=stack
         )
-        stepper = make_stepper(model, cache, config.slots, graphs=graphs)
+        stepper = Stepper(model, cache, config.slots, padded=graphs)
         return RunningBatch(model, cache, stepper, config.slots, policy_version)
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
