@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 
 import numpy as np
@@ -23,17 +22,8 @@ def _truncate(folder):
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
-def _widen(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
-
-
 def _no_weights(folder):
     (folder / "model.safetensors").unlink()
-
-
-def _no_config(folder):
-    (folder / "config.json").unlink()
 
 
 def _other_model(folder):
@@ -216,7 +206,7 @@ async def test_a_version_that_falls_and_rises_again_under_running_calls_ends_the
         rollout.check_pure(models)
 
 
-@pytest.mark.parametrize("damage", [_truncate, _widen, _no_weights, _no_config, _other_model])
+@pytest.mark.parametrize("damage", [_truncate, _no_weights, _other_model])
 async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_still_serve(
     engine, models, tmp_path, damage
 ):

@@ -61,7 +61,7 @@ class Canary:
     """The rules of one run, and the scores to compare the next version with."""
 
     def __init__(self, threshold: float, min_change: float, change_noise: float = 0.0) -> None:
-        self._threshold = threshold
+        self.threshold = threshold
         self._min_change = min_change
         self._change_noise = change_noise
         self._reference: CanaryScores | None = None
@@ -69,14 +69,14 @@ class Canary:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Canary:
-        dtype = config.model.dtype
-        return cls(canary_threshold(config), MIN_CHANGES[dtype], CHANGE_NOISE[dtype])
+        dtype, given = config.model.dtype, config.generator.canary_threshold
+        return cls(THRESHOLDS[dtype] if given is None else given, MIN_CHANGES[dtype], CHANGE_NOISE[dtype])
 
     def check(self, scores: CanaryScores) -> None:
-        if not scores.gap <= self._threshold:
+        if not scores.gap <= self.threshold:
             raise CanaryFailed(
                 f"policy version {scores.policy_version}: the canary's logprobs differ by {scores.gap:.3g} from the "
-                f"trainer's, generator.canary_threshold is {self._threshold:g}"
+                f"trainer's, generator.canary_threshold is {self.threshold:g}"
             )
         before = self._reference
         if before is None or before.trainer_logprobs.shape != scores.trainer_logprobs.shape:
@@ -103,9 +103,3 @@ class Canary:
                 f"average, and the engine's change differs from it by {missed:.3g}"
             )
         self._reference = scores
-
-
-def canary_threshold(config: RunConfig) -> float:
-    """Return the run's ``generator.canary_threshold``, or the default of its dtype."""
-    given = config.generator.canary_threshold
-    return THRESHOLDS[config.model.dtype] if given is None else given

@@ -18,8 +18,8 @@ import httpx
 import yaml
 from transformers import Qwen2Config
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.bucket import open_checkpoints
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.config import RunConfig, load_run_config
@@ -249,6 +249,24 @@ class GeneratorRun:
 
         await reached(condition, missed, seconds, check=fail)
 
+    async def until_live(self, what: str, wanted: Callable[[list[GeneratorRecord]], bool]) -> None:
+        """Wait until the registered generators are as wanted."""
+
+        async def there() -> bool:
+            return wanted(await self.store.generators.live())
+
+        await self.until(what, there)
+
+    async def until_status(
+        self, record: GeneratorRecord, what: str, wanted: Callable[[pb.GetStatusResponse], bool]
+    ) -> None:
+        """Wait until a generator's status is as wanted."""
+
+        async def there() -> bool:
+            return wanted(await self.client.status(record))
+
+        await self.until(what, there)
+
     async def serving(self, version: int, count: int = 1, seconds: float = 120.0) -> list[GeneratorRecord]:
         """Wait until ``count`` generators serve ``version``; their records, ordered by address."""
         found: list[GeneratorRecord] = []
@@ -262,11 +280,9 @@ class GeneratorRun:
 
     async def out_of_rotation(self, reason: str = "canary") -> None:
         """Wait until a generator takes no calls for this reason."""
-
-        async def out() -> bool:
-            return any(reason in g.reason and not g.serving for g in await self.store.generators.live())
-
-        await self.until("the generator to leave the rotation", out)
+        await self.until_live(
+            "a generator out of rotation", lambda live: any(reason in g.reason and not g.serving for g in live)
+        )
 
     async def metric(self, name: str, index: int = 0) -> float:
         """Value of a metric of one generator; the name of one with labels of its own ends with them."""

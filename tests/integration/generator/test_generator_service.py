@@ -49,7 +49,7 @@ async def test_a_stream_interrupted_on_one_generator_continues_on_another_token_
 async def test_a_generator_follows_announced_policies_and_skips_to_the_newest(make_run):
     run = await make_run()
     generator = run.start()
-    await run.until("a registration", lambda: _registered(run))
+    await run.until_live("a registration", lambda live: len(live) == 1)
     assert not (await run.store.generators.live())[0].serving
     for version in range(4):
         await run.publish(version)
@@ -61,21 +61,15 @@ async def test_a_generator_follows_announced_policies_and_skips_to_the_newest(ma
     assert await run.metric("rollmesh_generator_policy_version") == 3
     assert await run.metric("rollmesh_generator_generated_tokens_total") == 150
     assert await run.metric("rollmesh_generator_reload_bytes_total") > 10_000
-    await run.until("a heartbeat that tells what it did", lambda: _worked(run))
+    await run.until_live("a heartbeat that tells what it did", _worked)
     await generator.stop()
     assert await run.store.generators.live() == []
 
 
-async def _registered(run):
-    return len(await run.store.generators.live()) == 1
-
-
-async def _worked(run):
-    (record,) = await run.store.generators.live()
-    work = record.work
-    return (
-        work.generated_tokens == 150 and work.prefill_tokens >= 11 and 0 < work.running_slot_seconds < work.slot_seconds
-    )
+def _worked(live):
+    (work,) = (record.work for record in live)
+    slots_used = 0 < work.running_slot_seconds < work.slot_seconds
+    return work.generated_tokens == 150 and work.prefill_tokens >= 11 and slots_used
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
@@ -126,11 +120,7 @@ async def test_a_generator_that_drains_for_a_reload_refuses_calls_instead_of_hol
     newer = await run.prepare(1)
     stream = await run.under_way(record, make_call(max_new_token_count=200))
     await run.announce(newer)
-
-    async def closed() -> bool:
-        return any("reload" in g.reason for g in await run.store.generators.live())
-
-    await run.until("the door to close", closed)
+    await run.out_of_rotation("reload")
     with pytest.raises(GenerationRefused, match="waiting for running calls"):
         await run.stream(record, make_call("late")).end()
     (waiting,) = await run.store.generators.live()
@@ -180,16 +170,12 @@ async def test_wrong_calls_and_wrong_addressees_get_their_own_errors(make_run):
         await run.stream(record, make_call(), min_version=4).end()
     running = await run.under_way(record, make_call("running"))
     waiting = run.stream(record, make_call("waiting"))
-    await run.until("a full generator", lambda: _waiting(run, record, 1))
+    await run.until_status(record, "a full generator", lambda status: status.waiting_count == 1)
     with pytest.raises(GenerationRefused, match="1 calls wait for 1 slots"):
         await run.stream(record, make_call("surplus")).end()
     assert await run.client.interrupt(record, ["running", "waiting"]) == 2, "both go on"
     for stream in (running, waiting):
         assert await stream.end() is FinishReason.INTERRUPTED
-
-
-async def _waiting(run, record, count):
-    return (await run.client.status(record)).waiting_count == count
 
 
 async def test_codes_on_the_wire_are_the_canonical_ones(make_run):
@@ -231,7 +217,7 @@ async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
         assert (await run.client.status(record)).paused
         assert await stream.end() is FinishReason.INTERRUPTED
         held = run.stream(record, make_call("held", max_new_token_count=10))
-        await run.until("a held call", lambda: _waiting(run, record, 1))
+        await run.until_status(record, "a held call", lambda status: status.waiting_count == 1)
         await stub.Resume(pb.ResumeRequest())
         assert await held.end() is FinishReason.LENGTH
 
@@ -241,11 +227,7 @@ async def test_a_caller_that_disconnects_frees_its_slot(make_run):
     record = await run.begin()
     stream = await run.under_way(record, make_call())
     stream.task.cancel()
-
-    async def free() -> bool:
-        return (await run.client.status(record)).running_count == 0
-
-    await run.until("the slot to be free", free)
+    await run.until_status(record, "a free slot", lambda status: status.running_count == 0)
 
 
 async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_rest_continues_elsewhere(make_run):
@@ -279,11 +261,8 @@ async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_
         await rest.end()
         np.testing.assert_array_equal(np.concatenate((stream.tokens, rest.tokens)), whole.tokens)
     assert await asyncio.to_thread(processes[0].wait, 60) == 0
-
-    async def only_the_living() -> bool:
-        return [g.instance_id for g in await run.store.generators.live()] == [records[2].instance_id]
-
-    await run.until("the dead to leave the registry", only_the_living)
+    living = [records[2].instance_id]
+    await run.until_live("the dead to leave the registry", lambda live: [g.instance_id for g in live] == living)
 
 
 async def _endpoints(run, count):

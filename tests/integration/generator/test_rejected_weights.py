@@ -14,23 +14,7 @@ from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.generator.engines.torch.weights import StagedWeights
 from rollmesh.types import FinishReason
 
-from .generator_run import SLOW, SLOWEST, make_call
-
-
-async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_old_weights_stay(make_run):
-    run = await make_run(pace=SLOW, on_new_version="keep_kv")
-    record = await run.begin()
-    wrong = await run.prepare(1, canary_error=0.5)
-    stream = await run.under_way(record, make_call(max_new_token_count=200))
-    await run.announce(wrong)
-    await run.out_of_rotation()
-    assert await stream.end() is FinishReason.LENGTH
-    assert stream.versions == {0}
-    with pytest.raises(GenerationRefused, match="canary"):
-        await run.stream(record, make_call("late")).end()
-    await run.publish(2)
-    await run.serving(2)
-    assert (await run.client.status(record)).out_of_rotation_reason == ""
+from .generator_run import SLOWEST, make_call
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "interrupt", "drain"])
@@ -69,8 +53,11 @@ async def test_wrong_weights_are_refused_while_calls_decode_without_a_pause(make
     assert not pauses
     assert await stream.end() is FinishReason.LENGTH
     assert stream.versions == {0} and not (await run.client.status(record)).paused
+    with pytest.raises(GenerationRefused, match="canary"):
+        await run.stream(record, make_call("late")).end()
     await run.publish(2)
     await run.serving(2)
+    assert (await run.client.status(record)).out_of_rotation_reason == ""
     assert not pauses, "the swap is between two decode steps"
 
 
@@ -88,12 +75,9 @@ async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_a
     await run.announce(wrong)
     assert await stream.end() is FinishReason.INTERRUPTED
     assert stream.versions == {0}
-
-    async def paused() -> bool:
-        status = await run.client.status(record)
-        return status.paused and "canary" in status.out_of_rotation_reason
-
-    await run.until("the generator to stand still", paused)
+    await run.until_status(
+        record, "a generator at rest", lambda status: status.paused and "canary" in status.out_of_rotation_reason
+    )
     with pytest.raises(GenerationRefused, match="canary"):
         await run.stream(record, make_call("late")).end()
     await run.publish(2)
@@ -144,15 +128,16 @@ async def test_a_generator_registers_the_versions_that_it_refuses_in_a_row_until
     run = await make_run()
     await run.begin()
 
-    async def registered(version: int | None, count: int) -> bool:
-        (record,) = await run.store.generators.live()
-        return (record.refused_version, record.refused_count) == (version, count)
+    async def registered(*refused: int | None) -> None:
+        await run.until_live(
+            f"refused {refused}", lambda live: (live[0].refused_version, live[0].refused_count) == refused
+        )
 
     for version in (1, 2):
         await run.publish(version, hidden_size=64)
-        await run.until(f"version {version} refused", lambda version=version: registered(version, version))
+        await registered(version, version)
     (record,) = await run.store.generators.live()
     assert record.refused_reason.startswith("foreign_architecture: ")
     await run.publish(3)
     await run.serving(3)
-    await run.until("no refusal", lambda: registered(None, 0))
+    await registered(None, 0)

@@ -22,10 +22,6 @@ async def waits(run, index=0) -> bool:
     return await run.metric("rollmesh_generator_reload_waiting", index) == 1
 
 
-async def live(run):
-    return {record.address: record for record in await run.store.generators.live()}
-
-
 async def take_turn_of_another(run):
     """Above the limit: the turn of a first load ends only after its generator serves."""
     assert await run.store.reloads.begin("another generator", at_once=1, ttl=600.0, above_limit=True) == []
@@ -68,7 +64,7 @@ async def test_generators_load_one_after_another_and_the_others_go_on(make_run, 
     await run.publish(1)
     for index in range(3):
         await run.until(f"generator {index} to wait for its turn", lambda index=index: waits(run, index))
-    assert (most, {record.policy_version for record in (await live(run)).values()}) == (0, {0})
+    assert (most, {record.policy_version for record in await run.store.generators.live()}) == (0, {0})
     assert await run.store.reloads.end("another generator")
     await run.serving(1, count=3)
     assert most == 1
@@ -86,17 +82,9 @@ async def test_a_generator_killed_while_it_loads_hands_its_turn_on_and_the_next_
     async with create_channel(first.address) as channel:
         await stubs.GenerationServiceStub(channel).Pause(pb.PauseRequest())
     begun = run.stream(first, make_call())
-
-    async def held() -> bool:
-        return (await run.client.status(first)).waiting_count == 1
-
-    await run.until("a held call", held)
+    await run.until_status(first, "a held call", lambda status: status.waiting_count == 1)
     await run.announce(newer)
-
-    async def drains() -> bool:
-        return "reload" in (await live(run))[first.address].reason
-
-    await run.until("the first generator to drain", drains)
+    await run.out_of_rotation("reload")
     assert not begun.task.done()
     run.start(1)  # it serves nothing, so it loads at once and above the limit
     (second,) = await run.serving(1)

@@ -72,29 +72,6 @@ async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_
     assert await run.store.generators.live() == []
 
 
-@pytest.mark.parametrize("which", ["stand_in"])
-@pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
-async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, request, which, mode):
-    run = await make_run(request.getfixturevalue(which), on_new_version=mode)
-    await run.publish(0)
-    run.start()
-    (record,) = await run.serving(0, seconds=START_SECONDS)
-    # In a hundred small slices, so that the version comes long before the last of them.
-    call = make_call(max_new_token_count=200, chunk_token_count=2)
-    stream = await run.under_way(record, call)
-    await run.publish(1)
-    assert await stream.end() is FinishReason.LENGTH
-    await run.serving(1)
-    stamps = stream.stamps
-    wanted = {"interrupt": {(0, 0), (1, 1)}, "keep_kv": {(0, 0), (1, 0)}, "drain": {(0, 0)}}
-    assert stamps == wanted[mode]
-    if mode != "keep_kv":
-        stream.check_pure(run.models)
-    fresh = run.stream(record, make_call("fresh"), min_version=1)
-    await fresh.end()
-    assert fresh.stamps == {(1, 1)}
-
-
 async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_generator(make_run, stand_in):
     run = await make_run(stand_in)
     await run.publish(0)

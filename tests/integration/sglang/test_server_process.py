@@ -174,11 +174,7 @@ async def test_a_server_killed_among_32_calls_ends_them_after_what_they_have_and
         assert 0 < len(stream.tokens) < 200
         stream.check_pure(run.models)
     assert await asyncio.to_thread(process.wait, 120) == 1
-
-    async def left() -> bool:
-        return not await run.store.generators.live()
-
-    await run.until("the generator to leave the registry", left)
+    await run.until_live("no generator in the registry", lambda live: not live)
     log = (run.folder / "generator-0.log").read_text()
     (last,) = re.findall(r".*service_failed.*", log)
     assert "EngineLost" in last and "ended with status 137" in last and "sglang-0.log" in last

@@ -13,7 +13,7 @@ from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.load import validate_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores, canary_threshold
+from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.service.publishing import canary_sequences
@@ -21,7 +21,7 @@ from rollmesh.trainer.service.publishing import canary_sequences
 
 def threshold(dtype: str, **generator: float) -> float:
     data = {"name": "run", "folder": "run", "model": {"path": "model", "dtype": dtype}, "generator": generator}
-    return canary_threshold(validate_run_config(data, "made"))
+    return Canary.from_config(validate_run_config(data, "made")).threshold
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from rollmesh.types import GenerationCall, SamplingParams
 
 from ....sglang_cpu.options import sglang_options
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 VOCAB, LONGEST = 50, 64
 
 
@@ -103,6 +106,20 @@ class ScriptedServer:
     async def _server_info(self, body: dict[str, Any]) -> web.Response:
         usual = {"context_length": LONGEST + 8, "max_total_num_tokens": 4096, "disable_overlap_schedule": True}
         return web.json_response({**usual, **self.settings})
+
+
+@asynccontextmanager
+async def serving(answer: Handler, port: int = 0) -> AsyncIterator[str]:
+    """Serve every path with ``answer``; yields the URL."""
+    app = web.Application()
+    app.router.add_route("*", "/{path}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 def write_folder(folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp import web
@@ -12,32 +13,22 @@ from rollmesh.errors import DataError, EngineError, GenerationRefused
 from rollmesh.generator.engines.sglang.server_api import HttpError, SglangApi
 from rollmesh.runtime.addresses import free_port
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from .scripted_server import Handler, serving
+
 Serve = Callable[[Handler], Awaitable[SglangApi]]
 
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
     """``await serve(handler)``: an API whose every endpoint is that handler."""
-    runners: list[web.AppRunner] = []
-    apis: list[SglangApi] = []
+    async with AsyncExitStack() as stack:
 
-    async def start(handler: Handler) -> SglangApi:
-        app = web.Application()
-        app.router.add_route("*", "/{path}", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        port = free_port()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        runners.append(runner)
-        apis.append(SglangApi(f"http://127.0.0.1:{port}/", "key"))
-        return apis[-1]
+        async def start(handler: Handler) -> SglangApi:
+            api = SglangApi(f"{await stack.enter_async_context(serving(handler))}/", "key")
+            stack.push_async_callback(api.aclose)
+            return api
 
-    yield start
-    for api in apis:
-        await api.aclose()
-    for runner in runners:
-        await runner.cleanup()
+        yield start
 
 
 def answering(status: int, body: object) -> Handler:
@@ -131,14 +122,9 @@ async def test_a_server_that_comes_up_during_the_back_off_is_reached():
     api = SglangApi(f"http://127.0.0.1:{port}", None)
     request = asyncio.create_task(api.generate({}))
     await asyncio.sleep(0)
-    app = web.Application()
-    app.router.add_post("/generate", answering(200, {"ok": 1}))
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    assert await request == {"ok": 1}
+    async with serving(answering(200, {"ok": 1}), port):
+        assert await request == {"ok": 1}
     await api.aclose()
-    await runner.cleanup()
 
 
 async def test_a_request_whose_connection_breaks_is_not_made_again(serve):

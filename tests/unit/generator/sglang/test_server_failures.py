@@ -11,36 +11,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.sglang.server import RunningClock
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
-from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
 from ....kit.waiting import reached
 from ..served_engine import CallHung, despite_stalls, served
-from .scripted_server import LONGEST, VOCAB, ScriptedServer, make_call, make_engine, write_folder
+from .scripted_server import LONGEST, VOCAB, ScriptedServer, make_call, make_engine, serving, write_folder
 
 Start = Callable[..., Awaitable[SglangEngine]]
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[ScriptedServer]:
-    scripted = ScriptedServer(url=f"http://127.0.0.1:{free_port()}")
-    app = web.Application()
-    app.router.add_route("*", "/{path}", scripted.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", int(scripted.url.rpartition(":")[2])).start()
-    yield scripted
-    scripted.release.set()
-    scripted.gate.set()
-    await runner.cleanup()
+    scripted = ScriptedServer()
+    async with serving(scripted.answer) as scripted.url:
+        yield scripted
+        scripted.release.set()
+        scripted.gate.set()
 
 
 @pytest.fixture

@@ -195,13 +195,6 @@ def write_folder(folder: Path, shapes: dict[str, list[int]] | None = None, **con
     return folder
 
 
-def test_a_folder_tells_its_sizes_and_its_tensors(tmp_path):
-    found = read_folder(write_folder(tmp_path / "a"))
-    assert (found.vocab_size, found.max_positions) == (50, 64)
-    assert found.tensors == {name: tuple(shape) for name, shape in SHAPES.items()}
-    assert difference(found, read_folder(write_folder(tmp_path / "b"))) == ""
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -294,15 +287,6 @@ def test_time_counts_only_while_something_is_decoded():
     queue.set_paused(False)
     after = queue.status()
     assert after.busy_seconds_total >= before and after.running_slot_seconds_total == after.busy_seconds_total
-
-
-def test_the_oldest_version_in_a_cache_never_exceeds_the_one_that_samples():
-    server_call = make_server_call()
-    server_call.kv_min = {3: 3, 4: 3, 5: 5}
-    assert [server_call.kv_min_version(v) for v in (3, 4, 5, 6)] == [3, 3, 5, 6]
-    assert not server_call.begun
-    server_call.context.append(1)
-    assert server_call.begun
 
 
 @pytest.mark.parametrize(

@@ -74,20 +74,18 @@ class SglangApi:
         await self._request("POST", "/continue_generation", {"torch_empty_cache": False}, _CONTROL_SECONDS)
 
     async def update_weights(self, folder: str, weight_version: str, *, flush: bool, seconds: float) -> str:
-        """POST /update_weights_from_disk; returns an empty string, or the server's error message."""
         body = {"model_path": folder, "weight_version": weight_version, "flush_cache": flush}
         return await self._change("/update_weights_from_disk", body, seconds, "message")
 
     async def load_adapter(self, name: str, folder: str, seconds: float) -> str:
-        """POST /load_lora_adapter; returns an empty string, or the server's error message."""
         body = {"lora_name": name, "lora_path": folder}
         return await self._change("/load_lora_adapter", body, seconds, "error_message")
 
     async def unload_adapter(self, name: str, seconds: float) -> str:
-        """POST /unload_lora_adapter; returns an empty string, or the server's error message."""
         return await self._change("/unload_lora_adapter", {"lora_name": name}, seconds, "error_message")
 
     async def _change(self, path: str, body: Mapping[str, Any], seconds: float, reason: str) -> str:
+        """Change weights or adapters; returns an empty string, or the server's error message."""
         try:
             answer = await self._json("POST", path, body, seconds)
         except HttpError as error:

@@ -143,7 +143,14 @@ def by_kv_head(arch: Architecture, queries: Tensor, keys: Tensor, values: Tensor
 
 def tensor_reader(folder: Path) -> Callable[[str], Tensor]:
     """Return ``read(name) -> Tensor`` over the single or sharded safetensors of a folder."""
-    shards = _shard_of_each_tensor(folder)
+    index, shards = folder / "model.safetensors.index.json", None
+    if index.exists():
+        try:
+            shards = dict[str, str](json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"{index}: not a safetensors index: {error!r}") from error
+        if foreign := {s for s in shards.values() if Path(s).name != s}:
+            raise EngineError(f"{index}: shard names must be files in the folder: {sorted(foreign)}")
     handles: dict[str, Any] = {}
 
     def read(name: str) -> Tensor:
@@ -159,20 +166,6 @@ def tensor_reader(folder: Path) -> Callable[[str], Tensor]:
         return found
 
     return read
-
-
-def _shard_of_each_tensor(folder: Path) -> dict[str, str] | None:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return None
-    try:
-        shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"{index}: not a safetensors index: {error!r}") from error
-    foreign = {s for s in shards.values() if Path(s).name != s}
-    if foreign:
-        raise EngineError(f"{index}: shard names must be files in the folder: {sorted(foreign)}")
-    return shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
