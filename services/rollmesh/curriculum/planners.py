@@ -110,13 +110,11 @@ class OneRoundPlanner:
     options: PlannerOptions
 
     def first(self, seen: PromptRecord | None, group_size: int) -> Round:
-        """Return the only round."""
         launched = self.options.launched(group_size)
         needed = self.options.needed(group_size) if isinstance(self.options, QuorumOptions) else launched
         return Round(needed=needed, launched=launched)
 
     def next(self, group: GroupOutcome) -> Round | None:
-        """Close the group."""
         return None
 
 
@@ -136,11 +134,9 @@ class DarsPlanner:
     options: DarsOptions
 
     def first(self, seen: PromptRecord | None, group_size: int) -> Round:
-        """Return a round of the group size."""
         return Round(needed=group_size, launched=group_size)
 
     def next(self, group: GroupOutcome) -> Round | None:
-        """Return the second round of a group, or None."""
         scored = len(group.members)
         if group.round > 0 or scored == 0:
             return None

@@ -110,7 +110,6 @@ class HistoryTable:
         )
 
     def clear(self) -> None:
-        """Forget all records."""
         columns = self.columns
         for column in (columns.groups, columns.members, columns.solved, columns.token_sums):
             column[:] = 0
@@ -138,5 +137,4 @@ class HistoryTable:
                 self.begin(row)
 
     def begin(self, row: int) -> None:
-        """Count one more unfinished group of a row."""
         self.columns.in_progress[row] += 1

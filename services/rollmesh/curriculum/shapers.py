@@ -41,7 +41,6 @@ def load_shaper(name: str, options: Mapping[str, Any]) -> GroupShaper:
 
 
 def _problem(closing: object, group: GroupOutcome) -> str:
-    """Return the reason why a result is no closing of a group; empty if it is one."""
     if not isinstance(closing, Closing):
         return f"{type(closing).__name__} instead of a Closing"
     members, rewards, kept = group.members, closing.shaped_rewards, closing.kept_tokens

@@ -152,7 +152,6 @@ class IsolationLevel:
         return IsolationLevel(**{**report, "code": SandboxLevel(**report["code"])})
 
     def properties(self) -> dict[str, bool]:
-        """Return every property by name, for metrics."""
         worker = {name: getattr(self, name) for name in ("own_uid", "memory_limited", "processes_limited")}
         return {**worker, **{f"code_{name}": value for name, value in asdict(self.code).items()}}
 

@@ -89,7 +89,6 @@ class FrameBuffer:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the frames completed by ``data``; raises FrameError for a frame over the limit."""
         self._data += data
         frames = []
         while len(self._data) >= _HEADER.size:

@@ -45,7 +45,6 @@ class RewardMetrics:
         )
 
     def expect(self, verifiers: Iterable[str]) -> None:
-        """Create the series of these verifiers at 0."""
         for verifier in verifiers:
             self._score_seconds.labels(verifier=verifier)
             for kind in OutcomeKind:
@@ -59,6 +58,5 @@ class RewardMetrics:
         self._last.set(time.time())
 
     def isolated(self, properties: Mapping[str, bool]) -> None:
-        """Record the measured properties of the isolation."""
         for name, value in properties.items():
             self._isolation.labels(property=name).set(int(value))

@@ -79,7 +79,6 @@ class InlineVerifier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verifier")
 
     async def score(self, payload: bytes) -> RewardOutcome:
-        """Score one encoded item."""
         answer = asyncio.get_running_loop().run_in_executor(self._thread, self._handler, payload)
         return outcome_from_bytes(await answer)
 

@@ -122,7 +122,6 @@ class Template:
         kill_worker(pid, self._confinement.uid(self._workers[pid]))
 
     def _reap(self) -> None:
-        """Reap exited workers and kill the processes that they left behind."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

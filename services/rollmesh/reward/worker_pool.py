@@ -83,12 +83,10 @@ class WorkerPool:
 
     @property
     def timeout_means_wrong(self) -> Mapping[str, bool]:
-        """Declarations of the loaded verifiers, by name."""
         return self._template.timeout_means_wrong if self._template is not None else {}
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait for a worker."""
         return self._jobs.qsize()
 
     async def run(self, payload: bytes, timeout_seconds: float) -> bytes:

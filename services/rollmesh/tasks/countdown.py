@@ -61,7 +61,6 @@ class Puzzle:
 
     @property
     def text(self) -> str:
-        """Text of the prompt, for example ``9 8 7 4 5 > 12 :``."""
         return f"{' '.join(map(str, self.numbers))} > {self.target} :"
 
     @property
@@ -124,7 +123,6 @@ class CountdownPrompts(FinitePrompts):
         return ""
 
     def puzzle(self, epoch: int, index: int) -> Puzzle:
-        """Return the puzzle at a cursor position."""
         digest = hashlib.blake2b(f"{self._key}:{epoch}:{index}".encode(), digest_size=16).digest()
         return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._settings.split, *self._sizes)
 

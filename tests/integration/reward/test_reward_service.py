@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 import httpx
-import numpy as np
 import psutil
 import pytest
 
@@ -25,9 +24,7 @@ from rollmesh.reward.main import serve
 from rollmesh.reward.reward_service import RewardService
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.grpc import create_channel, create_server
-from rollmesh.tasks.sources.source_protocol import build_prompt_source
-from rollmesh.text import Tokenizer
-from rollmesh.types import OutcomeKind, RewardOutcome, Segment, Trajectory
+from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.wire.reward_client import RewardClient
@@ -74,39 +71,6 @@ async def test_answers_are_scored_over_grpc_and_errors_are_typed(tmp_path: Path)
         assert whole[0].value == 42.0, "whole numbers arrive as integers"
         unknown = await client.score([answers.trajectory("x", verifier="nonsense")])
         assert "this run has no verifier 'nonsense'" in unknown[0].message
-
-
-async def test_a_token_outside_the_vocabulary_is_an_error_of_its_answer_alone(tmp_path: Path) -> None:
-    config = make_config(tmp_path, verifier="poisonous:verify")
-    answers = Answers(config)
-    ids = np.array([1, 70_000], np.int32)
-    wrong = Segment(token_ids=ids, behavior_logprobs=np.zeros(2, np.float32), policy_version=0, kv_min_version=0)
-    good = answers.trajectory("value 1")
-    bad = Trajectory(
-        trajectory_id="g.1", group_id="g", member_index=1, prompt=good.prompt, segments=(wrong,), finish_reason=None
-    )
-    async with running_service(config), RewardClient(config) as client:
-        outcomes = await client.score([bad, good])
-    assert outcomes[0].kind is OutcomeKind.VERIFIER_ERROR
-    assert "token_ids[1]: id 70000 is outside the vocabulary" in outcomes[0].message
-    assert outcomes[1].value == 1.0
-
-
-async def test_a_reasoning_gym_prompt_is_scored_by_its_task(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
-    config = make_config(tmp_path, {"type": "reasoning_gym", "task": "chain_sum", "size": 4}, verifier="exact")
-    source = build_prompt_source(config.data, Tokenizer(config.model.path), 1)
-    answers = Answers(config)
-    async with running_service(config), RewardClient(config) as client:
-        for index in range(source.epoch_size):
-            prompt = source.prompt(0, index)
-            answer = str(prompt.metadata["entry"]).partition('"answer": "')[2].partition('"')[0]
-            metadata = dict(prompt.metadata)
-            outcomes = await client.score(
-                [answers.trajectory(text, metadata, prompt.verifier) for text in (answer, "wrong")]
-            )
-            assert outcomes[0].value == 1.0
-            assert outcomes[1].value < 0.1
 
 
 async def test_rows_choose_among_the_verifiers_when_the_source_says_so(tmp_path: Path) -> None:

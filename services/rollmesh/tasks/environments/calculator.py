@@ -60,7 +60,6 @@ class CalculatorEnvironment:
         """Do nothing: the calculator keeps no state."""
 
     async def step(self, response_text: str, idempotency_key: str) -> EnvironmentReply:
-        """Return the result of the turn's last call, or the reason for its rejection, as text."""
         end = response_text.rfind(self._close)
         start = response_text.rfind(self._open, 0, end) if end >= 0 else -1
         if start < 0:

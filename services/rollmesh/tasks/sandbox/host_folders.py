@@ -135,7 +135,6 @@ def _shown_paths() -> list[Path]:
 
 
 def _show(folder: str, path: Path, attributes: int) -> None:
-    """Mount or link ``path`` below the new root."""
     target = f"{folder}{path}"
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if path.is_symlink():

@@ -89,7 +89,6 @@ class SandboxLevel:
     processes_limited: bool = False
 
     def remaining(self) -> list[str]:
-        """Return the actions of code that this machine does not prevent, in words."""
         if not self.available:
             return []
         return [words for name, words in _UNRESTRICTED.items() if not getattr(self, name)]

@@ -57,7 +57,6 @@ class MixturePrompts:
 
     @property
     def epoch_size(self) -> int:
-        """Number of prompts in one epoch of the mixture."""
         return len(self._places)
 
     @property
@@ -87,7 +86,6 @@ class MixturePrompts:
         return self._named(place, self._sources[place].drawn(row - self._first_rows[place], epoch, index))
 
     def _named(self, place: int, prompt: Prompt) -> Prompt:
-        """Return a prompt of a part, whose name is its domain."""
         name = self._parts[place].name
         return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", domain=name)
 

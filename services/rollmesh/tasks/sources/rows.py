@@ -46,7 +46,6 @@ class FinitePrompts(ABC):
 
     @property
     def epoch_size(self) -> int:
-        """Number of rows."""
         return self._size
 
     def prompt(self, epoch: int, index: int) -> Prompt:

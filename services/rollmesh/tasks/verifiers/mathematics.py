@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from math_verify import grader, parse, verify
 from sympy import Add, FiniteSet, Float, Interval, Tuple
@@ -69,7 +69,6 @@ class MathVerifier:
         self._equal(read("$1$", boxed=False), read("2", boxed=True))
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
-        """Score one response against ``answer``. Raises VerifierError if sympy cannot read ``answer``."""
         accepted = [text.strip() for text in references(prompt_metadata, "math")]
         boxed = last_boxed(response)
         answer = boxed if boxed is not None else response[-TAIL_CHARACTERS:].strip()
@@ -137,20 +136,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 class Mathematics:
     """Text that math-verify has read."""
 
-    found: tuple[Any, ...]
+    found: list[Any]
     """The expression of sympy, if there is one, and the text that was read; empty if nothing was found."""
+    expression: Any
+    """Expression of sympy; None without one."""
+    brackets: Literal["set", "tuple"] | None
     bases: frozenset[str]
     """Bases of the numerals in the text that was read."""
-
-    @property
-    def expression(self) -> Any:
-        """Expression of sympy; None without one."""
-        return None if not self.found or isinstance(self.found[0], str) else self.found[0]
-
-    @property
-    def text(self) -> str:
-        """Text that was read."""
-        return _text(self.found)
 
 
 def readings(text: str, *, boxed: bool) -> Iterator[Mathematics]:
@@ -166,50 +158,42 @@ def readings(text: str, *, boxed: bool) -> Iterator[Mathematics]:
 @lru_cache(maxsize=4096)
 def read(text: str, *, boxed: bool) -> Mathematics:
     """Read an answer, or the last formula or number of a text that contains one."""
+    numerals: dict[str, str] = {}
+
+    def without_base(match: re.Match[str]) -> str:
+        """Return a numeral alone, and note it with its base, in digits where the word is known."""
+        numeral, base = (next(part for part in parts if part) for parts in (match.groups()[:3], match.groups()[3:]))
+        numerals[numeral] = str(_BASE_WORDS.index(base) + 2) if base in _BASE_WORDS else base
+        return numeral
+
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
-    text = _SCIENTIFIC.sub(lambda number: number_text(number[0]), text)
-    numerals: dict[str, str] = {}
-    text = _BASED.sub(lambda match: _without_base(match, numerals), text)
-    found = tuple(parse(f"\\boxed{{{text}}}" if boxed else text, parsing_timeout=None))
-    words = re.findall(r"[0-9A-Z]+", _text(found))
-    return Mathematics(found, frozenset(numerals[word] for word in words if word in numerals))
+    text = _BASED.sub(without_base, _SCIENTIFIC.sub(lambda number: number_text(number[0]), text))
+    found = parse(f"\\boxed{{{text}}}" if boxed else text, parsing_timeout=None)
+    expression = None if not found or isinstance(found[0], str) else found[0]
+    source = found[-1] if found and isinstance(found[-1], str) else ""
+    brackets: Literal["set", "tuple"] | None = "tuple" if isinstance(expression, Tuple | Interval) else None
+    if isinstance(expression, FiniteSet) and source.startswith(("\\{", "\\lbrace", "{")):
+        brackets = "set"
+    bases = {numerals[word] for word in re.findall(r"[0-9A-Z]+", source) if word in numerals}
+    return Mathematics(found, expression, brackets, frozenset(bases))
 
 
 def equal(gold: Mathematics, answer: Mathematics, *, float_rounding: int, strict: bool) -> bool:
     """Tell whether an answer equals the reference."""
     if gold.bases and answer.bases and gold.bases != answer.bases:
         return False
-    if strict and {_brackets(gold), _brackets(answer)} == {"set", "tuple"}:
+    if strict and {gold.brackets, answer.brackets} == {"set", "tuple"}:
         return False
     if _is_false(answer.expression, float_rounding):
         return False
-    return bool(
-        verify(list(gold.found), list(answer.found), float_rounding=float_rounding, strict=strict, timeout_seconds=None)
-    )
+    return bool(verify(gold.found, answer.found, float_rounding=float_rounding, strict=strict, timeout_seconds=None))
 
 
 def _fraction(whole: str, before: str, repeated: str) -> str:
     """Return a repeating decimal as a fraction: of ``0.1`` and ``6`` it is 15/90."""
     numerator = int(whole + before + repeated) - int(whole + before)
     return f"\\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(before)}}}"
-
-
-def _text(found: tuple[Any, ...]) -> str:
-    return found[-1] if found and isinstance(found[-1], str) else ""
-
-
-def _without_base(match: re.Match[str], numerals: dict[str, str]) -> str:
-    """Return a numeral alone, and note it with its base, in digits where the word is known."""
-    numeral, base = (next(part for part in parts if part) for parts in (match.groups()[:3], match.groups()[3:]))
-    numerals[numeral] = str(_BASE_WORDS.index(base) + 2) if base in _BASE_WORDS else base
-    return numeral
-
-
-def _brackets(mathematics: Mathematics) -> str | None:
-    if isinstance(mathematics.expression, FiniteSet) and mathematics.text.startswith(("\\{", "\\lbrace", "{")):
-        return "set"
-    return "tuple" if isinstance(mathematics.expression, Tuple | Interval) else None
 
 
 def _is_false(expression: Any, float_rounding: int) -> bool:

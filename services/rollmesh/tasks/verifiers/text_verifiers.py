@@ -40,7 +40,6 @@ class ExactVerifier:
         self._ignore_case = ignore_case
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
-        """Score one response against ``answer``."""
         accepted = {self._normal(text) for text in references(prompt_metadata, "exact")}
         answer = self._extract(response)
         return float(answer is not None and self._normal(answer) in accepted)
@@ -175,5 +174,4 @@ class RegexVerifier:
         self._match = self._pattern.fullmatch if full else self._pattern.search
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
-        """Score one response; the metadata is not used."""
         return float(self._match(response.strip()) is not None)
