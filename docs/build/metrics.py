@@ -16,7 +16,7 @@ from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import CertificateCollector
-from rollmesh.store.redis_connection import StoreCallMetrics
+from rollmesh.store.redis_connection import StoreCallObserver
 from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
@@ -44,7 +44,7 @@ def service_metrics() -> dict[str, list[Metric]]:
     for service, metrics in registries.items():
         metrics.registry.register(CertificateCollector(service, None))
     for service in ("rollout", "generator", "trainer", "gateway", "agents"):
-        StoreCallMetrics(registries[service], Waits())
+        StoreCallObserver(Waits(), registries[service])
     RolloutMetrics(registries["rollout"])
     GeneratorMetrics(registries["generator"])
     registries["generator"].registry.register(EngineCollector(_not_started, lambda: False))

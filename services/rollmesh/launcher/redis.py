@@ -15,7 +15,7 @@ from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
-from rollmesh.store.redis_connection import StoreCallWaits
+from rollmesh.store.redis_connection import StoreCallObserver
 from rollmesh.store.trajectory_store import START_SECONDS
 
 _WATCH_SECONDS = 0.5
@@ -49,7 +49,7 @@ async def running_store(
     does not answer. A call fails after ``retry_seconds`` without an answer; the owner waits ``START_SECONDS`` for a
     server that is not there yet.
     """
-    observer = StoreCallWaits(waits or Waits())
+    observer = StoreCallObserver(waits or Waits())
     connect = partial(
         TrajectoryStore.connect,
         config.store,

@@ -145,8 +145,12 @@ class PeriodicEvaluations:
         # An empty Redis has no version until the trainer announces all of them again: evaluations do not start at -1.
         if every == 0 or policy_version < 0 or policy_version == self._requested:
             return
-        after = await self._requested_before(policy_version) if self._requested is None else self._requested
-        for version in due_versions(every, after, policy_version):
+        if self._requested is None:
+            # The newest version up to which an earlier leader has made its requests.
+            known = [record.request.policy_version for record in await self._evaluations.all()]
+            least = evaluation_floor(every, policy_version, self._keep_last)
+            self._requested = max([least, *(version for version in known if version % every == 0)])
+        for version in due_versions(every, self._requested, policy_version):
             try:
                 await self._evaluations.request(evaluation_request(self._config, version))
             except Conflict as error:
@@ -156,10 +160,3 @@ class PeriodicEvaluations:
     def forget(self) -> None:
         """Drop the cached position: another replica may have led since, or the store may have lost requests."""
         self._requested = None
-
-    async def _requested_before(self, newest: int) -> int:
-        """Return the newest version up to which an earlier leader has made its requests."""
-        every = self._config.every_versions
-        known = [record.request.policy_version for record in await self._evaluations.all()]
-        least = evaluation_floor(every, newest, self._keep_last)
-        return max(least, *(version for version in known if version % every == 0), 0)

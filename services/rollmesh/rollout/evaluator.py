@@ -20,19 +20,14 @@ from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailab
 from rollmesh.rollout.evaluation_pins import Pin
 from rollmesh.rollout.prompt_supply import check_content
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
-from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait, cancelled_awaits_as_errors
-from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore, EvalRequest, EvalResult
 from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.types import FinishReason, OutcomeKind, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
-from rollmesh.worker.generation_calls import Caller
-from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.program import Program, RolloutContext
-from rollmesh.worker.trajectory_scoring import TrajectoryScorer
-from rollmesh.worker.worker_session import WorkerSession
+from rollmesh.worker.build import WorkerDeps
+from rollmesh.worker.program import RolloutContext
 
 _LOOK_SECONDS = 0.5
 
@@ -91,34 +86,27 @@ def _score(answers: Sequence[EvaluationAnswer]) -> DomainScore:
     return DomainScore(mean=fmean(means) if means else 0.0, standard_error=error, n=len(answers))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatorDeps:
-    """Dependencies of an evaluator."""
-
-    store: TrajectoryStore
-    session: WorkerSession
-    caller: Caller
-    generators: GeneratorPool
-    scorer: TrajectoryScorer
-    program: Program
-    open_prompts: Callable[[], PromptSource]
-    """Function that opens the evaluation prompts, called by the first evaluation."""
-    section: str
-    """Section of their source: data.source or data.evaluation_source."""
-    unserved_seconds: float
-    """Seconds that no generator may serve a pinned version before its evaluation ends without a score."""
-    metrics: RolloutMetrics
-    waits: Waits
-
-
 class Evaluator:
     """Loop that claims evaluation requests and completes them."""
 
     def __init__(
-        self, deps: EvaluatorDeps, config: EvalConfig, *, budget: int, stop_token_ids: tuple[int, ...]
+        self,
+        deps: WorkerDeps,
+        config: EvalConfig,
+        *,
+        budget: int,
+        stop_token_ids: tuple[int, ...],
+        open_prompts: Callable[[], PromptSource],
+        section: str,
+        unserved_seconds: float,
+        metrics: RolloutMetrics,
     ) -> None:
+        """Create the evaluator of the worker with these ``deps``.
+
+        The first evaluation calls ``open_prompts``; ``section`` is that of their source. An evaluation ends without a
+        score once no generator has served its version for ``unserved_seconds``.
+        """
         self._deps = deps
-        self._config = config
         self._budget = budget
         self._params = SamplingParams(
             temperature=config.temperature,
@@ -127,6 +115,10 @@ class Evaluator:
             seed=config.seed,
             stop_token_ids=stop_token_ids,
         )
+        self._open_prompts = open_prompts
+        self._section = section
+        self._unserved_seconds = unserved_seconds
+        self._metrics = metrics
         self._prompts: PromptSource | None = None
         self._log = get_logger("evaluation")
 
@@ -144,19 +136,22 @@ class Evaluator:
 
     async def _evaluate(self, request: EvalRequest) -> None:
         self._log.info("evaluation_starts", evaluation=request.evaluation_id, policy_version=request.policy_version)
-        self._deps.metrics.evaluations_started.inc()
+        self._metrics.evaluations_started.inc()
         store = self._deps.store
         answers: list[EvaluationAnswer] = []
-        pin = Pin(store, self._deps.generators, request, self._deps.waits)
+        pin = Pin(store, self._deps.generators, request, self._deps.health.waits)
         async with pin.held() as served:
             if served:
                 answers = await self._answers_while_served(request, pin)
             else:
                 self._give_up(request, "the policy version does not exist, or its weights are pruned")
-        result = summarise(answers, request.policy_version, self._fewer_prompts(request))
+        fewer = {}
+        if self._prompts is not None and self._prompts.epoch_size < request.prompt_count:
+            fewer = {REQUESTED_PROMPTS: request.prompt_count, EXISTING_PROMPTS: self._prompts.epoch_size}
+        result = summarise(answers, request.policy_version, fewer)
         await store.evaluations.finish(self._deps.session.current, request.evaluation_id, result)
-        self._deps.metrics.evaluations.inc()
-        self._deps.metrics.last_evaluation.set_to_current_time()
+        self._metrics.evaluations.inc()
+        self._metrics.last_evaluation.set_to_current_time()
         self._log.info(
             "evaluation_done",
             policy_version=request.policy_version,
@@ -171,14 +166,14 @@ class Evaluator:
         answering = asyncio.create_task(self._answers(request, pin.slot_count))
         try:
             last_served = time.monotonic()
-            while not (await asyncio.wait({answering}, timeout=min(_LOOK_SECONDS, self._deps.unserved_seconds)))[0]:
+            while not (await asyncio.wait({answering}, timeout=min(_LOOK_SECONDS, self._unserved_seconds)))[0]:
                 if pin.waits or self._served(request.policy_version):
                     last_served = time.monotonic()
                 elif refusal := pin.refusal:
                     self._give_up(request, f"every generator that should serve it refuses it: {refusal}")
                     return []
-                elif time.monotonic() - last_served > self._deps.unserved_seconds:
-                    unserved = f"no generator served it for {self._deps.unserved_seconds:g} s"
+                elif time.monotonic() - last_served > self._unserved_seconds:
+                    unserved = f"no generator served it for {self._unserved_seconds:g} s"
                     self._give_up(request, f"{unserved}: its weights are pruned, or were refused")
                     return []
             return answering.result()
@@ -186,7 +181,7 @@ class Evaluator:
             await cancel_and_wait(answering)
 
     def _give_up(self, request: EvalRequest, reason: str) -> None:
-        self._deps.metrics.evaluations_given_up.inc()
+        self._metrics.evaluations_given_up.inc()
         self._log.error("evaluation_given_up", policy_version=request.policy_version, message=reason)
 
     def _served(self, policy_version: int) -> bool:
@@ -195,8 +190,8 @@ class Evaluator:
 
     async def _answers(self, request: EvalRequest, concurrency: int) -> list[EvaluationAnswer]:
         if self._prompts is None:
-            prompts = await asyncio.to_thread(self._deps.open_prompts)
-            await check_content(self._deps.store, self._deps.section, prompts.content)
+            prompts = await asyncio.to_thread(self._open_prompts)
+            await check_content(self._deps.store, self._section, prompts.content)
             self._prompts = prompts
         count = min(request.prompt_count, self._prompts.epoch_size)
         waiting = [(index, sample) for index in range(count) for sample in range(request.samples_per_prompt)]
@@ -208,20 +203,13 @@ class Evaluator:
                 index, sample = waiting.pop()
                 answers.append(await self._answer(request, index, sample))
 
-        runners = min(len(waiting), concurrency)
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(runners):
+                for _ in range(min(len(waiting), concurrency)):
                     group.create_task(answer_some())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return answers
-
-    def _fewer_prompts(self, request: EvalRequest) -> dict[str, float]:
-        """Return the numbers of requested and of existing prompts if there are fewer; else nothing."""
-        if self._prompts is None or self._prompts.epoch_size >= request.prompt_count:
-            return {}
-        return {REQUESTED_PROMPTS: request.prompt_count, EXISTING_PROMPTS: self._prompts.epoch_size}
 
     async def _answer(self, request: EvalRequest, index: int, sample: int) -> EvaluationAnswer:
         assert self._prompts is not None
@@ -244,7 +232,7 @@ class Evaluator:
             save=_nothing,
             report_first_token=_nothing,
             restart=_restart,
-            keep_snapshot=_no_snapshot,
+            keep_snapshot=_nothing,
             pinned_version=request.policy_version,
         )
         try:
@@ -276,12 +264,8 @@ def _failed(prompt_index: int, active: ActiveTrajectory) -> EvaluationAnswer:
     )
 
 
-async def _nothing(_active: ActiveTrajectory) -> None:
-    """Save nothing: answers of an evaluation are not stored."""
-
-
-async def _no_snapshot(_active: ActiveTrajectory, _snapshot: bytes) -> None:
-    """Save nothing: environments of an evaluation are not stored."""
+async def _nothing(*_: object) -> None:
+    """Save nothing: answers and environments of an evaluation are not stored."""
 
 
 async def _restart(active: ActiveTrajectory) -> None:

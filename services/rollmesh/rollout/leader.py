@@ -333,11 +333,14 @@ class MeshLeader:
             await asyncio.sleep(0)
 
     def _new_group(self, prompts: PromptSource, cursor: Cursor) -> NewGroup:
-        drawn = None if self._draws is None else self._draws.draw(cursor)
+        if self._draws is None:
+            prompt, record_name = prompts.prompt(cursor.epoch, cursor.index), ""
+        else:
+            prompt, record_name = self._draws.draw(cursor)
         return NewGroup(
             group_id=f"e{cursor.epoch}-{cursor.index}",
-            prompt=prompts.prompt(cursor.epoch, cursor.index) if drawn is None else drawn.prompt,
-            record_name="" if drawn is None else drawn.record_name,
+            prompt=prompt,
+            record_name=record_name,
             needed=self._schedule.group_size,
             spare_members=self._schedule.spare_members,
             epoch=cursor.epoch,

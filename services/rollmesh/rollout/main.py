@@ -12,13 +12,13 @@ from rollmesh.config.recipes import resolve_model
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
-from rollmesh.rollout.evaluator import Evaluator, EvaluatorDeps
+from rollmesh.rollout.evaluator import Evaluator
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.prompt_supply import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.run_failures import RefusedPolicies
 from rollmesh.runtime.addresses import instance_name
-from rollmesh.runtime.health import Health, Waits
+from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
@@ -35,7 +35,7 @@ from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.agent_mark import OutsideProgram
-from rollmesh.worker.build import WorkerDeps, WorkerSettings, worker_deps
+from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.environment_program import EnvironmentProgram
 from rollmesh.worker.program import Program, SingleTurnProgram
 from rollmesh.worker.worker import Worker
@@ -140,36 +140,17 @@ async def open_replica(
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
         rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
     )
-    evaluator = _evaluator(config, store, deps, tokenizer, metrics, health.waits)
-    return Replica(deps.session, worker, leader, evaluator, health)
-
-
-def _evaluator(
-    config: RunConfig,
-    store: TrajectoryStore,
-    deps: WorkerDeps,
-    tokenizer: Tokenizer,
-    metrics: RolloutMetrics,
-    waits: Waits,
-) -> Evaluator:
-    return Evaluator(
-        EvaluatorDeps(
-            store=store,
-            session=deps.session,
-            caller=deps.caller,
-            generators=deps.generators,
-            scorer=deps.scorer,
-            program=deps.program,
-            open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
-            section="data.source" if config.data.evaluation_source is None else "data.evaluation_source",
-            metrics=metrics,
-            waits=waits,
-            unserved_seconds=config.launcher.start_timeout_seconds,
-        ),
+    evaluator = Evaluator(
+        deps,
         config.evaluation,
         budget=config.rollout.max_new_tokens,
         stop_token_ids=tokenizer.eos_token_ids,
+        open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
+        section="data.source" if config.data.evaluation_source is None else "data.evaluation_source",
+        unserved_seconds=config.launcher.start_timeout_seconds,
+        metrics=metrics,
     )
+    return Replica(deps.session, worker, leader, evaluator, health)
 
 
 def _prompts(config: RunConfig, tokenizer: Tokenizer, on_checked: OnChecked) -> RowSource:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rollmesh.curriculum.prompt_tables import Draw, HistoryTable, prompt_table
 from rollmesh.curriculum.samplers import PromptSampler
@@ -75,15 +74,6 @@ async def open_prompts(
         stop.cancel()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnPrompt:
-    """Prompt of one draw."""
-
-    prompt: Prompt
-    record_name: str
-    """Record of the prompt history that its group adds to."""
-
-
 class PromptDraws:
     """Prompts of a run that has a sampler.
 
@@ -116,11 +106,12 @@ class PromptDraws:
         self._history.set_in_progress(await self._records.in_progress())
         self._train_step = train_step
 
-    def draw(self, cursor: Cursor) -> DrawnPrompt:
-        """Choose the prompt at a cursor. Raises DataError if the sampler fails."""
+    def draw(self, cursor: Cursor) -> tuple[Prompt, str]:
+        """Return the prompt at a cursor, and the record of the prompt history that its group adds to.
+
+        Raises DataError if the sampler fails.
+        """
         draw = Draw(epoch=cursor.epoch, index=cursor.index, seed=self._seed)
         row = self._sampler.choose(draw, self._table, self._history.columns, self._train_step)
         self._history.begin(row)
-        return DrawnPrompt(
-            prompt=self._source.drawn(row, cursor.epoch, cursor.index), record_name=self._table.names[row]
-        )
+        return self._source.drawn(row, cursor.epoch, cursor.index), self._table.names[row]

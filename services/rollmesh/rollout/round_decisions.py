@@ -8,7 +8,7 @@ from dataclasses import replace
 from rollmesh.curriculum.round_rules import RoundDecision, RoundRules
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import MeshView
-from rollmesh.prompt_history import PromptRecord, domain_record
+from rollmesh.prompt_history import domain_record
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import NewGroup, TrajectoryStore
 
@@ -52,25 +52,18 @@ class RoundDecisions:
             groups = await self._store.rounds.undecided()
             if not groups:
                 break
-            records = await self._records(groups)
-            decided = [(group, self._decision(self._rules, group, records)) for group in groups]
+            domains = {domain_record(group.domain) for group in groups if group.domain}
+            names = domains.union(group.prompt_id for group in groups)
+            records = await self._store.prompt_records.read(sorted(names))
+            decided = [(group, self._rules.decide(group, records)) for group in groups]
             # Closings first: they let batches be cut, which frees the memory that an extension may lack.
             for group, decision in sorted(decided, key=lambda pair: pair[1].extension is not None):
                 await self._apply(self._rules, token, group, decision)
         return True
 
-    async def _records(self, groups: Sequence[GroupOutcome]) -> dict[str, PromptRecord]:
-        domains = {domain_record(group.domain) for group in groups if group.domain}
-        names = domains.union(group.prompt_id for group in groups)
-        return await self._store.prompt_records.read(sorted(names))
-
-    def _decision(self, rules: RoundRules, group: GroupOutcome, records: dict[str, PromptRecord]) -> RoundDecision:
-        decision = rules.decide(group, records)
+    async def _apply(self, rules: RoundRules, token: str, group: GroupOutcome, decision: RoundDecision) -> None:
         if decision.is_bounded:
             self._log.warning("round_is_bounded", group=group.group_id, most_members=rules.most_members)
-        return decision
-
-    async def _apply(self, rules: RoundRules, token: str, group: GroupOutcome, decision: RoundDecision) -> None:
         rounds, extension, closing = self._store.rounds, decision.extension, decision.closing
         if extension is not None:
             plan = rules.encode_plan(extension)

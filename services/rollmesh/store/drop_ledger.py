@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rollmesh.errors import Conflict
-from rollmesh.store.limits import Limits
+from rollmesh.store.limits import QueuePart
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
 from rollmesh.store.queue_types import DeadLetter, Drop
-from rollmesh.store.redis_connection import Connection, QueuePart
 from rollmesh.store.trajectories import load_chunks
 
 
@@ -63,13 +62,8 @@ def _drop(entry: bytes, fields: Mapping[bytes, bytes]) -> Drop:
     )
 
 
-class DeadLetters:
+class DeadLetters(QueuePart):
     """Operations on dead letters: list, inspect, replay, delete."""
-
-    def __init__(self, connection: Connection, limits: Limits) -> None:
-        self._connection = connection
-        self._keys = connection.keys
-        self._limits = limits
 
     async def newest(self, limit: int = 1000) -> list[DeadLetter]:
         """Return dead letters without their payload, newest first."""

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 
 from rollmesh.config.rollout import EvalConfig
+from rollmesh.store.limits import QueuePart
 from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
-from rollmesh.store.redis_connection import QueuePart
 
 
 def evaluation_request(config: EvalConfig, policy_version: int) -> EvalRequest:

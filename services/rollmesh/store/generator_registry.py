@@ -8,7 +8,8 @@ import json
 import time
 from dataclasses import dataclass
 
-from rollmesh.store.redis_connection import Connection, QueuePart
+from rollmesh.store.limits import QueuePart
+from rollmesh.store.redis_connection import Connection
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rollmesh.errors import DataError
 from rollmesh.mesh import WasteReason
+from rollmesh.store.limits import QueuePart
 from rollmesh.store.member_details import (
     MemberRound,
     ResponseEnds,
@@ -20,7 +21,6 @@ from rollmesh.store.member_details import (
     read_response_ends,
 )
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
-from rollmesh.store.redis_connection import QueuePart
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Trajectory, TrajectoryState
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store.limits import Limits
+from rollmesh.store.limits import Limits, QueuePart
 from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, PromptCache, decode_prompt, encode_prompt
 from rollmesh.store.queue_types import NewGroup
-from rollmesh.store.redis_connection import Argument, Connection, QueuePart, Reply
+from rollmesh.store.redis_connection import Argument, Connection, Reply
 from rollmesh.store.trajectories import slices, with_uploads
-from rollmesh.store.view import decode_cache_pool, encode_cache_pool
+from rollmesh.store.view import decode_desired
 from rollmesh.store.worker_sessions import Sessions
 from rollmesh.types import FinishReason
 from rollmesh.v1 import trajectory_pb2 as pb
@@ -28,13 +29,11 @@ _MEMBERS_PER_READ = 384
 """Members whose records one script reads, unless a single group has more."""
 
 
-class Leadership:
+class Leadership(QueuePart):
     """Operations of the leading rollout replica; each takes its token and raises SessionLost when it is not current."""
 
     def __init__(self, connection: Connection, limits: Limits, sessions: Sessions, prompts: PromptCache) -> None:
-        self._connection = connection
-        self._keys = connection.keys
-        self._limits = limits
+        super().__init__(connection, limits)
         self._sessions = sessions
         self._prompts = prompts
 
@@ -99,6 +98,7 @@ class Leadership:
         MeshView.blocked_since is reset when the set changes, and cleared when ``blocked_by`` is empty or a new leader
         acquires the lease.
         """
+        pool = desired.cache_pool
         await self._connection.run(
             "set_desired",
             leader,
@@ -110,7 +110,7 @@ class Leadership:
             blocked_by,
             desired.waiting_for,
             desired.rest_before_step,
-            encode_cache_pool(desired.cache_pool),
+            "" if pool is None else f"{pool.size} {pool.since} {pool.preemptions}",
         )
 
     async def desired(self) -> Desired:
@@ -127,15 +127,10 @@ class Leadership:
             ],
             "desired",
         )
-        return Desired(
-            pool_size=int(raw.get(b"pool_size", 0)),
-            paused=raw.get(b"paused") == b"1",
-            interrupt_below_version=int(raw.get(b"interrupt_below_version", 0)),
-            reason=raw.get(b"reason", b"").decode(),
-            waiting_for=raw.get(b"waiting_for", b"").decode(),
-            cache_pool=decode_cache_pool(raw.get(b"cache_pool", b"")),
-            start_at_version=max(int(raw.get(b"start_at_version", 0)), int(branch_version or 0)),
-            rest_before_step=int(raw.get(b"rest_before_step", 0)),
+        desired = decode_desired({name.decode(): value for name, value in raw.items()})
+        return replace(
+            desired,
+            start_at_version=max(desired.start_at_version, int(branch_version or 0)),
             registry_version=int(raw.get(b"registry_version", 0)),
         )
 
@@ -216,16 +211,12 @@ async def sweep(connection: Connection, limits: Limits, train_step: int, first: 
         first += size
 
 
-class RestartedGroups:
+class RestartedGroups(QueuePart):
     """Operations of the leader; each takes its token and raises SessionLost when it is not current.
 
     Only open and ready groups over the staleness bound begin again; other ids are ignored, so a call may be repeated.
     Members without a score stay dead or unscorable.
     """
-
-    def __init__(self, connection: Connection, limits: Limits) -> None:
-        self._connection = connection
-        self._limits = limits
 
     async def restart(self, leader: str, group_ids: Sequence[str]) -> int:
         """Drop the tokens of groups (waste reason ``restarted``) and open them again; returns their number."""

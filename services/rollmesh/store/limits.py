@@ -98,6 +98,15 @@ class Limits:
         return max(1, MAX_KEYS_PER_SCRIPT // (2 * members + 8))
 
 
+class QueuePart:
+    """Operations on one part of the queue, over the connection of the run."""
+
+    def __init__(self, connection: Connection, limits: Limits) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._limits = limits
+
+
 def _words(limits: RunLimits) -> list[str | int]:
     """Return the names and values that the script ``init_run`` writes."""
     fields = asdict(limits)

@@ -82,10 +82,8 @@ class Scaling:
 
     async def take(self, launcher: str) -> Mapping[str, int]:
         """Return ``requests`` and register the launcher for 15 s as the one that applies them."""
-        raw, _ = await self._connection.commands(
-            [("HGETALL", self._requests), ("SET", self._scaler, launcher, "EX", _SCALER_SECONDS)], "scale_requests"
-        )
-        return {service.decode(): int(replicas) for service, replicas in raw.items()}
+        await self._connection.command("SET", self._scaler, launcher, "EX", _SCALER_SECONDS)
+        return await self.requests()
 
     async def leave(self) -> None:
         """Unregister the launcher before it stops."""

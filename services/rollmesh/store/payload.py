@@ -42,19 +42,6 @@ class SavedChunk:
     """Chunk names and bytes that must be uploaded before the script runs."""
 
 
-def digest_of(*parts: bytes) -> str:
-    """Return a hex checksum that distinguishes a retry from another write.
-
-    64 bits: CRC-32 of all first halves and of all second halves, which reads every byte once. It protects against
-    accidents, not against attacks.
-    """
-    first, second = 0, 0
-    for part in parts:
-        view, middle = memoryview(part), len(part) // 2
-        first, second = zlib.crc32(view[:middle], first), zlib.crc32(view[middle:], second)
-    return f"{first:08x}{second:08x}"
-
-
 def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
     """Encode the segments of one append or finish; raises DataError, which names the invalid segment."""
     elements, uploads, byte_count = [], [], 0
@@ -71,7 +58,9 @@ def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
         if len(data) <= INLINE_LIMIT_BYTES:
             elements.append(data)
         else:
-            name = digest_of(data)
+            # CRC-32 of both halves: it tells a retry from another write, and protects against accidents only.
+            view, middle = memoryview(data), len(data) // 2
+            name = f"{zlib.crc32(view[:middle]):08x}{zlib.crc32(view[middle:]):08x}"
             uploads.append((name, data))
             elements.append(LINK_MARK + name.encode())
     return SavedChunk(

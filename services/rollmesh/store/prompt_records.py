@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmesh.prompt_history import DomainTotals, LengthPrediction, PromptOutcome, PromptRecord, domain_record
-from rollmesh.store.limits import Limits
-from rollmesh.store.redis_connection import Connection
+from rollmesh.store.limits import QueuePart
 
 _OUTCOMES_PER_CALL = 256
 """Each may touch the record of its group."""
@@ -20,13 +19,8 @@ _MOST_CHANGES = 4096
 _MILLIONTHS = 1_000_000
 
 
-class PromptRecords:
+class PromptRecords(QueuePart):
     """Reads of the prompt history by the leader, and its copy in batch files by the trainer."""
-
-    def __init__(self, connection: Connection, limits: Limits) -> None:
-        self._connection = connection
-        self._keys = connection.keys
-        self._limits = limits
 
     async def read(self, prompt_ids: Sequence[str]) -> dict[str, PromptRecord]:
         """Return the records of these prompts; prompts of which no group has ended are left out."""

@@ -237,8 +237,6 @@ class EvalRequest:
     policy_version: int
     prompt_count: int
     samples_per_prompt: int = 1
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Sampling and seed options for the worker."""
 
 
 REQUESTED_PROMPTS, EXISTING_PROMPTS = "requested_prompts", "existing_prompts"

@@ -60,7 +60,7 @@ class Connection:
         client: aioredis.Redis,
         run: str,
         retry_seconds: float = 20.0,
-        observer: StoreCallWaits | None = None,
+        observer: StoreCallObserver | None = None,
     ) -> None:
         self.client = client
         self._observer = observer
@@ -79,7 +79,7 @@ class Connection:
         run: str,
         retry_seconds: float = 20.0,
         start_seconds: float | None = None,
-        observer: StoreCallWaits | None = None,
+        observer: StoreCallObserver | None = None,
     ) -> Connection:
         """Connect and check the server's version and settings.
 
@@ -181,7 +181,8 @@ class Connection:
                 except redis_errors.ResponseError as error:
                     refusal = refusal or error
         except BaseException:
-            await asyncio.shield(self._discard(connection))
+            # The idle ones too: their server is probably down.
+            await asyncio.shield(self._disconnect_idle(connection))
             raise
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(connection)
@@ -204,10 +205,6 @@ class Connection:
     async def _release(self, connection: AbstractConnection) -> None:
         """Return a connection to the pool; a caller that is cancelled meanwhile leaks none."""
         await asyncio.shield(self.client.connection_pool.release(connection))
-
-    async def _discard(self, connection: AbstractConnection) -> None:
-        """Close a connection that failed in progress, and the idle ones: their server is probably down too."""
-        await self._disconnect_idle(connection)
 
     async def _disconnect_idle(self, *others: AbstractConnection) -> None:
         """Close all idle connections, and ``others``.
@@ -237,7 +234,7 @@ class Connection:
                 return False
 
     async def _retrying(
-        self, call: Callable[[], Awaitable[Reply]], label: str, observer: StoreCallWaits | None
+        self, call: Callable[[], Awaitable[Reply]], label: str, observer: StoreCallObserver | None
     ) -> Reply:
         start = time.monotonic()
         deadline = start + self._retry_seconds
@@ -269,15 +266,7 @@ class Connection:
             await asyncio.sleep(delay)
 
 
-class QueuePart:
-    """Operations on one part of the queue, over the connection of the run."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._keys = connection.keys
-
-
-async def _answer(call: Callable[[], Awaitable[Reply]], observer: StoreCallWaits | None) -> Reply:
+async def _answer(call: Callable[[], Awaitable[Reply]], observer: StoreCallObserver | None) -> Reply:
     """Make one attempt, which shows while it is late."""
     late = observer and asyncio.get_running_loop().call_later(
         _LATE_SECONDS, observer.late, f"no answer within {_LATE_SECONDS:g} s"
@@ -318,16 +307,28 @@ def check_version(version: str) -> None:
         raise StoreUnavailable(f"Redis {version} is too old: install Redis >= 7.0 or Valkey")
 
 
-class StoreCallWaits:
-    """Observer that shows the last error of Redis among the waits of the process, until Redis answers."""
+class StoreCallObserver:
+    """Shows the last error of Redis among the waits of the process, until Redis answers, and counts store calls."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: Waits, metrics: Metrics | None = None) -> None:
+        """Register the metrics of a service; none without ``metrics``."""
         self._waits = waits
+        self._seconds, self._failures = None, None
+        if metrics is not None:
+            service = metrics.component
+            self._seconds = metrics.histogram(
+                f"rollmesh_{service}_store_call_seconds", "Duration of store calls, retries included.", _BUCKETS
+            )
+            self._failures = metrics.counter(
+                f"rollmesh_{service}_store_call_failures_total",
+                "Attempts of store calls that got no answer or that the server could not execute.",
+            )
 
     def answered(self, seconds: float) -> None:
         """Record an answered call and its duration, failed attempts included."""
-        del seconds
         self._waits.end(_OPERATION)
+        if self._seconds is not None:
+            self._seconds.observe(seconds)
 
     def late(self, reason: str) -> None:
         """Show an attempt that has no answer yet."""
@@ -336,28 +337,5 @@ class StoreCallWaits:
     def failed(self, reason: str) -> None:
         """Record an attempt without an answer, or one that the server could not execute."""
         self.late(reason)
-
-
-class StoreCallMetrics(StoreCallWaits):
-    """Store call metrics of one service."""
-
-    def __init__(self, metrics: Metrics, waits: Waits) -> None:
-        super().__init__(waits)
-        service = metrics.component
-        self._seconds = metrics.histogram(
-            f"rollmesh_{service}_store_call_seconds", "Duration of store calls, retries included.", _BUCKETS
-        )
-        self._failures = metrics.counter(
-            f"rollmesh_{service}_store_call_failures_total",
-            "Attempts of store calls that got no answer or that the server could not execute.",
-        )
-
-    def answered(self, seconds: float) -> None:
-        """Record an answered call and its duration, failed attempts included."""
-        super().answered(seconds)
-        self._seconds.observe(seconds)
-
-    def failed(self, reason: str) -> None:
-        """Record an attempt without an answer, or one that the server could not execute."""
-        super().failed(reason)
-        self._failures.inc()
+        if self._failures is not None:
+            self._failures.inc()

@@ -1,10 +1,9 @@
 """Key names, and Lua scripts: one file per state change, composed with the names and library files that it uses.
 
-A script file starts with ``#!lua`` and its flags. The next line, ``-- uses: core fence``, lists the files of
-``scripts/lib`` whose functions the script calls. A library file starts with the same line. A script gets the files that
-it lists, those that they list, and no others: the server creates all functions of a script again at every call. A
-server that is out of memory rejects scripts without ``allow-oom`` before their first line runs. A script fails with
-``CODE text``; ``store_error`` converts the code into an exception.
+A script file starts with ``#!lua`` and its flags. A script gets the files of ``scripts/lib`` whose names it uses, those
+whose names they use, and no others: the server creates all functions of a script again at every call. A server that is
+out of memory rejects scripts without ``allow-oom`` before their first line runs. A script fails with ``CODE text``;
+``store_error`` converts the code into an exception.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ record of every member of one group.
 A group of more than 100 members leaves the queue in one step; its records are deleted in slices (``sweep_dropped``).
 """
 
-_USES = "-- uses:"
 _REFUSAL = re.compile(r"\b(SESSION_LOST|CONFLICT|RECOVERING|UPLOAD_EXPIRED|RUN_UNKNOWN) (.*)", re.DOTALL)
 _TEMPORARY_CODES = ("MISCONF ", "NOREPLICAS ", "BUSY ")
 """Codes of a server that cannot write for now: its disk is full, its replicas are unreachable, or it is busy."""
@@ -127,6 +125,11 @@ _PER_IDENTITY = {
 _SINGLE_IN_LUA = re.compile(r"\bK\.(\w+)")
 _WORDS_IN_LUA = {"S": frozenset(TrajectoryState), "R": frozenset({*DropReason, *WasteReason})}
 _IDENTITY_IN_LUA = re.compile(r"\b(\w+)_key\(")
+_DEFINED_IN_LUA = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)
+_NOT_CODE = re.compile(r"--.*|'[^'\n]*'")
+"""Comments, of one line, and strings, in single quotes: other forms are not read."""
+_NAME_IN_LUA = re.compile(r"(?<!\w)(?<!(?<!\.)\.)[A-Za-z_]\w*")
+"""A name that is not a field; a field follows a single dot, while two dots are a concatenation."""
 
 
 class UploadExpired(StoreError):
@@ -151,40 +154,56 @@ class Script:
     sha: str
 
 
-def compose(name: str, text: str, libraries: Mapping[str, str]) -> Script:
-    """Compose flags, key names, the library files that a script uses (text by name) and its text; raises StoreError."""
+class Libraries:
+    """Library files, and which of them a text needs."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        """Read the files, by name. Raises StoreError if two of them define the same name."""
+        self._texts = texts
+        self._owners: dict[str, str] = {}
+        for library, text in texts.items():
+            for name in (name for names in _DEFINED_IN_LUA.findall(text) for name in names.split(", ")):
+                if self._owners.setdefault(name, library) != library:
+                    raise StoreError(f"{name} is defined in lib/{library}.lua and in lib/{self._owners[name]}.lua")
+        self._needs = {library: self._named(text) - {library} for library, text in texts.items()}
+
+    def _named(self, text: str) -> set[str]:
+        return {self._owners[word] for word in _NAME_IN_LUA.findall(_NOT_CODE.sub("", text)) if word in self._owners}
+
+    def linked(self, text: str) -> list[str]:
+        """Return the texts of the files that a text needs, each after those that it needs itself."""
+        found: dict[str, str] = {}
+
+        def link(names: set[str]) -> None:
+            for library in sorted(names - found.keys()):
+                link(self._needs[library] - found.keys())
+                found[library] = self._texts[library]
+
+        link(self._named(text))
+        return list(found.values())
+
+
+def compose(name: str, text: str, libraries: Libraries) -> Script:
+    """Compose flags, key names, the library files that a script uses and its text; raises StoreError."""
     flags, _, rest = text.partition("\n")
     if not flags.startswith("#!lua"):
         raise StoreError(f"{name}.lua: the first line must be #!lua with its flags")
-    linked: dict[str, str] = {}
-    _link(f"{name}.lua", rest, libraries, linked, ())
-    code = "\n".join([*linked.values(), rest])
+    code = "\n".join([*libraries.linked(rest), rest])
     composed = f"{flags}\n{lua_preamble(code)}{code}"
     return Script(name=name, text=composed, sha=hashlib.sha1(composed.encode(), usedforsecurity=False).hexdigest())
-
-
-def _link(file: str, text: str, libraries: Mapping[str, str], linked: dict[str, str], within: tuple[str, ...]) -> None:
-    """Add the library files that a text lists to ``linked``, each after the files that it lists itself."""
-    header = text.partition("\n")[0]
-    if not header.startswith(_USES):
-        raise StoreError(f"{file}: a line with the library files that it uses is missing: {_USES} core fence")
-    for library in header.removeprefix(_USES).split():
-        if library in within:
-            raise StoreError(f"{file}: library file {library} uses itself: {' -> '.join((*within, library))}")
-        if library not in libraries:
-            raise StoreError(f"{file}: there is no library file {library}; there are {', '.join(sorted(libraries))}")
-        if library not in linked:
-            _link(f"lib/{library}.lua", libraries[library], libraries, linked, (*within, library))
-            linked[library] = libraries[library]
 
 
 @functools.cache
 def load_scripts() -> Mapping[str, Script]:
     """Load every script of the package, by name; cached for the process."""
     folder = resources.files("rollmesh.store") / "scripts"
-    libraries = _lua_files(folder / "lib")
+    libraries = Libraries(_lua_files(folder / "lib"))
     scripts = _lua_files(folder)
     return MappingProxyType({name: compose(name, text, libraries) for name, text in sorted(scripts.items())})
+
+
+def _lua_files(folder: Traversable) -> dict[str, str]:
+    return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
 
 
 def refuses_credentials(error: Exception) -> bool:
@@ -200,10 +219,6 @@ def is_no_master(error: Exception) -> bool:
 def cannot_write(error: Exception) -> bool:
     """Tell whether the server is the master, but cannot write for now."""
     return str(error).startswith(_TEMPORARY_CODES)
-
-
-def _lua_files(folder: Traversable) -> dict[str, str]:
-    return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
 
 
 def store_error(error: redis_errors.RedisError, label: str) -> StoreError:

@@ -12,12 +12,12 @@ from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.store.leadership import sweep
-from rollmesh.store.limits import Limits
+from rollmesh.store.limits import Limits, QueuePart
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.store.prompt_records import PromptRecords
 from rollmesh.store.queue_types import TrainingState
-from rollmesh.store.redis_connection import Connection, QueuePart, Reply
+from rollmesh.store.redis_connection import Connection, Reply
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Trajectory
 
@@ -32,15 +32,13 @@ KEPT_REPORTS = 2_000
 _REPORTS_PER_CALL = 500
 
 
-class Training:
+class Training(QueuePart):
     """Queue operations of rank 0 of the trainer."""
 
     def __init__(
         self, connection: Connection, limits: Limits, records: PromptRecords, policies: PolicyRegistry
     ) -> None:
-        self._connection = connection
-        self._keys = connection.keys
-        self._limits = limits
+        super().__init__(connection, limits)
         self._records = records
         self._policies = policies
         self._claimed: dict[int, tuple[str, ...]] = {}

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from rollmesh.errors import DataError, SessionLost
-from rollmesh.store.limits import Limits
+from rollmesh.store.limits import Limits, QueuePart
 from rollmesh.store.payload import (
     LINK_MARK,
     UPLOAD_SECONDS,
@@ -48,13 +48,11 @@ _UPLOAD_ATTEMPTS = 3
 """Attempts of an upload and its script; an upload is lost only when the server crashes in between."""
 
 
-class TrajectoryQueue:
+class TrajectoryQueue(QueuePart):
     """Leases and writes of rollout workers. All methods may be called concurrently."""
 
     def __init__(self, connection: Connection, limits: Limits, prompts: PromptCache) -> None:
-        self._connection = connection
-        self._keys = connection.keys
-        self._limits = limits
+        super().__init__(connection, limits)
         self._lease_locks: dict[str, asyncio.Lock] = {}
         self._unanswered: dict[tuple[str, str], str] = {}
         """Nonce of the last lease by script and session, until the reply has arrived."""

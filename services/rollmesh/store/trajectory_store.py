@@ -24,7 +24,7 @@ from rollmesh.store.payload import PromptCache
 from rollmesh.store.policy_registry import PolicyRegistry, Rollbacks
 from rollmesh.store.prompt_records import PromptRecords
 from rollmesh.store.redis_client import create_client
-from rollmesh.store.redis_connection import Connection, StoreCallMetrics, StoreCallWaits
+from rollmesh.store.redis_connection import Connection, StoreCallObserver
 from rollmesh.store.scripts import cannot_write
 from rollmesh.store.training import StepReports, Training
 from rollmesh.store.trajectories import TrajectoryQueue
@@ -52,25 +52,25 @@ class TrajectoryStore:
         self.connection = connection
         self.limits = Limits(connection)
         self.settings = Settings(connection)
-        self.recovery = Recovery(connection)
-        self.sessions = Sessions(connection)
+        self.recovery = Recovery(connection, self.limits)
+        self.sessions = Sessions(connection, self.limits)
         self.trajectories = TrajectoryQueue(connection, self.limits, prompts)
         self.leadership = Leadership(connection, self.limits, self.sessions, prompts)
         self.restarted = RestartedGroups(connection, self.limits)
-        self.rounds = GroupRounds(connection)
+        self.rounds = GroupRounds(connection, self.limits)
         self.mesh = MeshReader(connection, self.limits, self.settings)
-        self.ledger = DropLedger(connection)
+        self.ledger = DropLedger(connection, self.limits)
         self.prompt_records = PromptRecords(connection, self.limits)
         self.policies = PolicyRegistry(connection, self.settings)
         self.generators = GeneratorRegistry(connection)
-        self.reloads = ReloadLeases(connection)
+        self.reloads = ReloadLeases(connection, self.limits)
         self.training = Training(connection, self.limits, self.prompt_records, self.policies)
         self.rollbacks = Rollbacks(connection, self.settings)
-        self.unclaimed = Unclaimed(connection)
-        self.step_reports = StepReports(connection)
-        self.evaluations = Evaluations(connection)
+        self.unclaimed = Unclaimed(connection, self.limits)
+        self.step_reports = StepReports(connection, self.limits)
+        self.evaluations = Evaluations(connection, self.limits)
         self.dead_letters = DeadLetters(connection, self.limits)
-        self.inspection = Inspection(connection)
+        self.inspection = Inspection(connection, self.limits)
         self.scaling = Scaling(connection, self.settings)
 
     @classmethod
@@ -81,7 +81,7 @@ class TrajectoryStore:
         url: str | None = None,
         retry_seconds: float = 20.0,
         start_seconds: float | None = None,
-        observer: StoreCallWaits | None = None,
+        observer: StoreCallObserver | None = None,
     ) -> Self:
         """Connect to the run's queue; ``url`` (of the embedded server) takes precedence over ``config.url``.
 
@@ -124,7 +124,7 @@ async def open_service_store(
                 config.name,
                 retry_seconds=retry_seconds,
                 start_seconds=START_SECONDS,
-                observer=StoreCallMetrics(host.metrics, waits),
+                observer=StoreCallObserver(waits, host.metrics),
             )
         )
         if limits is not None:

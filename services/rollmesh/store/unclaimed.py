@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from rollmesh.segments import join_segments
+from rollmesh.store.limits import QueuePart
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
-from rollmesh.store.redis_connection import QueuePart, Reply
+from rollmesh.store.redis_connection import Reply
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Trajectory
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmesh.mesh import CachePool, Desired, GroupView, MeshView
-from rollmesh.store.limits import Limits
+from rollmesh.store.limits import Limits, QueuePart
 from rollmesh.store.operator_settings import Settings
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.store.redis_connection import Connection, Reply
@@ -21,13 +21,11 @@ _SAME_IN_THE_VIEW = (
 _LIVE = ("leased", "finished", "scored", "unscorable", "dead", "surplus")
 
 
-class MeshReader:
+class MeshReader(QueuePart):
     """Reads of the whole queue."""
 
     def __init__(self, connection: Connection, limits: Limits, settings: Settings) -> None:
-        self._connection = connection
-        self._keys = connection.keys
-        self._limits = limits
+        super().__init__(connection, limits)
         self._settings = settings
 
     async def view(self, *, groups: bool = True, shortest: bool = False) -> MeshView:
@@ -60,7 +58,7 @@ class MeshReader:
             registered_generators=int(raw["generators"]),
             pinned_version=int(raw["pinned_version"]) if raw["pinned_version"] else None,
             pinned_instance=raw["pinned_instance"].decode(),
-            desired=_desired(raw),
+            desired=decode_desired(raw),
             ready_seconds=_seconds(raw["ready_ms"]),
             update_seconds=_seconds(raw["update_ms"]),
             ready_updates=float(raw["ready_updates"]) if raw["ready_updates"] else None,
@@ -113,16 +111,18 @@ class MeshReader:
         return list(dict.fromkeys(group_id.decode() for queue in queues for group_id in queue))
 
 
-def _desired(raw: Mapping[str, Any]) -> Desired:
+def decode_desired(raw: Mapping[str, Any]) -> Desired:
+    """Decode the desired state; fields that the leader has not written are 0 or empty."""
+    size, since, preemptions = raw.get("cache_pool", b"").split() or (b"", b"", b"")
     return Desired(
-        pool_size=int(raw["pool_size"]),
-        paused=raw["paused"] == b"1",
-        interrupt_below_version=int(raw["interrupt_below_version"]),
-        reason=raw["reason"].decode(),
-        start_at_version=int(raw["start_at_version"]),
-        waiting_for=raw["waiting_for"].decode(),
-        rest_before_step=int(raw["rest_before_step"]),
-        cache_pool=decode_cache_pool(raw["cache_pool"]),
+        pool_size=int(raw.get("pool_size", 0)),
+        paused=raw.get("paused") == b"1",
+        interrupt_below_version=int(raw.get("interrupt_below_version", 0)),
+        reason=raw.get("reason", b"").decode(),
+        start_at_version=int(raw.get("start_at_version", 0)),
+        waiting_for=raw.get("waiting_for", b"").decode(),
+        rest_before_step=int(raw.get("rest_before_step", 0)),
+        cache_pool=CachePool(size=int(size), since=float(since), preemptions=int(preemptions)) if size else None,
     )
 
 
@@ -159,16 +159,3 @@ def _groups(rows: Sequence[Reply], oldest_in_loss: int | None) -> tuple[GroupVie
 
 def _pairs(flat: Sequence[bytes]) -> dict[str, int]:
     return {flat[at].decode(): int(flat[at + 1]) for at in range(0, len(flat), 2)}
-
-
-def encode_cache_pool(pool: CachePool | None) -> str:
-    """Encode the state; empty without one."""
-    return "" if pool is None else f"{pool.size} {pool.since} {pool.preemptions}"
-
-
-def decode_cache_pool(text: bytes) -> CachePool | None:
-    """Decode the state; None for an empty text."""
-    if not text:
-        return None
-    size, since, preemptions = text.split()
-    return CachePool(size=int(size), since=float(since), preemptions=int(preemptions))

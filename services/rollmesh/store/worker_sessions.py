@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from rollmesh.store.limits import QueuePart
 from rollmesh.store.queue_types import HeldTokens, ReRegistered
-from rollmesh.store.redis_connection import Argument, QueuePart
+from rollmesh.store.redis_connection import Argument
 
 _SLICE = 128
 

@@ -7,11 +7,11 @@ import numpy as np
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
-from rollmesh.types import FinishReason, OutcomeKind, Segment, SegmentSource
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, Segment, SegmentSource, Trajectory
 from rollmesh.worker.environment_program import EnvironmentProgram
 
-from .replicas import limits
-from .scripted import STOP, ScriptedCluster, ScriptedTrainer, token_at
+from .scenes import members
+from .scripted import STOP, token_at
 
 TURN = 6
 
@@ -58,14 +58,6 @@ def program_of(kind, tokenizer, log, *, timeout=60.0, max_turns=8):
     )
 
 
-async def start(store, plan, generator):
-    await store.limits.init_run(limits(plan))
-    cluster = ScriptedCluster(store, [generator])
-    trainer = ScriptedTrainer(store, cluster)
-    await trainer.start()
-    return cluster, trainer
-
-
 def expected_episode(trajectory_id):
     """Three turns of the policy, each up to the next multiple of TURN, with two words in between."""
     written = []
@@ -78,18 +70,17 @@ def expected_episode(trajectory_id):
 
 
 def check(batch):
-    for group in batch.groups:
-        for trajectory in group.trajectories:
-            expected = expected_episode(trajectory.trajectory_id)
-            assert trajectory.response_ids.tolist() == [token for token, _ in expected]
-            for segment in trajectory.segments:
-                assert (segment.behavior_logprobs is None) == (segment.source is SegmentSource.ENVIRONMENT)
-            sources = np.concatenate([[s.source is SegmentSource.POLICY] * len(s) for s in trajectory.segments])
-            assert sources.tolist() == [own for _, own in expected]
-            assert trajectory.finish_reason is FinishReason.ENVIRONMENT
-            words = sum(own and token != STOP for token, own in expected)
-            assert trajectory.outcome.kind is OutcomeKind.SCORED
-            assert trajectory.shaped_reward == words
+    for trajectory in members(batch):
+        expected = expected_episode(trajectory.trajectory_id)
+        assert trajectory.response_ids.tolist() == [token for token, _ in expected]
+        for segment in trajectory.segments:
+            assert (segment.behavior_logprobs is None) == (segment.source is SegmentSource.ENVIRONMENT)
+        sources = np.concatenate([[s.source is SegmentSource.POLICY] * len(s) for s in trajectory.segments])
+        assert sources.tolist() == [own for _, own in expected]
+        assert trajectory.finish_reason is FinishReason.ENVIRONMENT
+        words = sum(own and token != STOP for token, own in expected)
+        assert trajectory.outcome.kind is OutcomeKind.SCORED
+        assert trajectory.shaped_reward == words
 
 
 class SnapshottingEnvironment(ForgetfulEnvironment):
@@ -98,6 +89,12 @@ class SnapshottingEnvironment(ForgetfulEnvironment):
 
     def restore(self, state):
         self.turns = json.loads(state)
+
+
+def saved_episode(*segments):
+    """A trajectory with these segments."""
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
+    return Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=segments)
 
 
 def policy_turn(number):

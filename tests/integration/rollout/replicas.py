@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollmesh.config import RunConfig
 from rollmesh.config.rollout import EvalConfig, RewardConfig
@@ -13,7 +13,7 @@ from rollmesh.curriculum.budgets import Budget
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.mesh import RunLimits
 from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
-from rollmesh.rollout.evaluator import Evaluator, EvaluatorDeps
+from rollmesh.rollout.evaluator import Evaluator
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.main import Replica
 from rollmesh.rollout.prompt_supply import PromptDraws
@@ -32,7 +32,7 @@ from rollmesh.worker.program import Program, SingleTurnProgram
 from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_session import WorkerSession
 
-from .scripted import STOP, VOCAB, ScriptedPrompts
+from .scripted import STOP, VOCAB, ScriptedCluster, ScriptedPrompts, ScriptedTrainer
 
 CONTEXT = 4096
 
@@ -73,6 +73,10 @@ class Running:
     session: WorkerSession
     shutdown: asyncio.Event
     task: asyncio.Task[None]
+    plan: Schedule = field(init=False)
+    cluster: ScriptedCluster = field(init=False)
+    trainer: ScriptedTrainer = field(init=False)
+    """Plan and neighbours, in a whole mesh."""
 
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -143,22 +147,14 @@ def build(
         open_draws=open_draws,
     )
     evaluator = Evaluator(
-        EvaluatorDeps(
-            store=store,
-            session=deps.session,
-            caller=deps.caller,
-            generators=deps.generators,
-            scorer=deps.scorer,
-            program=program,
-            open_prompts=lambda: source,
-            section="data.source",
-            metrics=metrics,
-            waits=health.waits,
-            unserved_seconds=unserved_seconds,
-        ),
+        deps,
         evaluation or EvalConfig(),
         budget=budget,
         stop_token_ids=(STOP,),
+        open_prompts=lambda: source,
+        section="data.source",
+        unserved_seconds=unserved_seconds,
+        metrics=metrics,
     )
     return Replica(deps.session, worker, leader, evaluator, health), registry, health, deps.session
 

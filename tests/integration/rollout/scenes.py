@@ -1,11 +1,15 @@
 """A run that starts on scripted generators, and what its batches must look like."""
 
+import asyncio
+from contextlib import asynccontextmanager, suppress
+
 import numpy as np
 
+from rollmesh.errors import StoreUnavailable
 from rollmesh.types import OutcomeKind
 
-from .replicas import limits
-from .scripted import ScriptedCluster, ScriptedTrainer, answer_of
+from .replicas import limits, running, schedule
+from .scripted import ScriptedCluster, ScriptedReward, ScriptedTrainer, answer_of
 
 
 def check_batch(batch, plan, longest=40):
@@ -33,3 +37,36 @@ async def start(store, plan, *generators, **overrides):
     trainer = ScriptedTrainer(store, cluster)
     await trainer.start()
     return cluster, trainer
+
+
+async def keep_registered(cluster):
+    """Renew the records of the generators, as they do themselves."""
+    while True:
+        with suppress(StoreUnavailable):
+            await cluster.register()
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def whole_mesh(store, *generators, steps=1, plan=None, reward=None, max_attempts=3, **options):
+    """A replica at work on a run of so many synchronous steps, or of ``plan``; it has the cluster and the trainer."""
+    plan = plan or schedule("sync", train_steps=steps)
+    cluster, trainer = await start(store, plan, *generators, max_attempts=max_attempts)
+    registering = asyncio.create_task(keep_registered(cluster))
+    try:
+        async with running(store, cluster, reward or ScriptedReward(), plan, **options) as run:
+            run.plan, run.cluster, run.trainer = plan, cluster, trainer
+            yield run
+    finally:
+        registering.cancel()
+
+
+def members(batch):
+    return [trajectory for group in batch.groups for trajectory in group.trajectories]
+
+
+def check_sampled_once(run):
+    """Check that every token that was sampled is in a batch."""
+    tokens = sum(len(t.response_ids) for batch in run.trainer.batches for t in members(batch))
+    sampled = sum(run.value("rollmesh_rollout_sampled_tokens_total", age=str(age)) for age in range(3))
+    assert sampled == tokens

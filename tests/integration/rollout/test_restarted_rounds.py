@@ -10,7 +10,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.types import Chunk, GenerationCall, OutcomeKind, RewardOutcome, Trajectory
 
 from .replicas import running, schedule
-from .scenes import all_groups, check_batch, start
+from .scenes import all_groups, check_batch, start, whole_mesh
 from .scripted import ScriptedGenerator, ScriptedReward
 
 LATE = ("e0-0.", "e0-3.")
@@ -72,10 +72,14 @@ class HeldReward(ScriptedReward):
 
 async def test_a_reward_that_arrives_after_its_trajectory_began_again_is_not_recorded(store: TrajectoryStore) -> None:
     waves = {"wave_batches": 2, "window_groups": 4, "spare_groups": 0, "spare_members": 0}
-    plan = schedule("rollpacker", train_steps=2, on_stale="restart", **waves)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64))
     reward = HeldReward()
-    async with running(store, cluster, reward, plan, chunk=2) as replica:
+    async with whole_mesh(
+        store,
+        ScriptedGenerator("a", slots=64),
+        plan=schedule("rollpacker", train_steps=2, on_stale="restart", **waves),
+        reward=reward,
+        chunk=2,
+    ) as replica:
 
         async def old_lease_ends() -> None:
             async with asyncio.timeout(60):
@@ -84,6 +88,8 @@ async def test_a_reward_that_arrives_after_its_trajectory_began_again_is_not_rec
 
         reward.old_lease_ends = old_lease_ends
         for step in (1, 2):
-            check_batch(await trainer.train(step), plan)
-    rewards = {t.trajectory_id: t.shaped_reward for b in trainer.batches for g in b.groups for t in g.trajectories}
+            check_batch(await replica.trainer.train(step), replica.plan)
+    rewards = {
+        t.trajectory_id: t.shaped_reward for b in replica.trainer.batches for g in b.groups for t in g.trajectories
+    }
     assert rewards["e0-0.1"] == 1.0

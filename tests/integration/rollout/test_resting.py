@@ -7,7 +7,7 @@ from dataclasses import replace
 from rollmesh.store import TrajectoryStore
 
 from .replicas import running, schedule
-from .scenes import check_batch, start
+from .scenes import check_batch, members, start
 from .scripted import ScriptedGenerator, ScriptedReward, length_of
 
 SEGMENT = 8
@@ -19,7 +19,7 @@ async def test_every_call_ends_with_its_segment_and_a_stage_in_which_all_rest_go
     async with running(store, cluster, ScriptedReward(), plan, chunk=2) as replica:
         first = await trainer.train(1)
         check_batch(first, plan)
-        for trajectory in (t for group in first.groups for t in group.trajectories):
+        for trajectory in members(first):
             begun = {len(context) for context in cluster.contexts[trajectory.trajectory_id]}
             assert begun == set(range(0, length_of(trajectory.trajectory_id, 40), SEGMENT))
         check_batch(await trainer.train(2), plan)

@@ -17,7 +17,7 @@ from rollmesh.worker.known_policies import TrajectoryBudgets
 from ...kit.waiting import reached
 from .environment_episodes import TURN, CountingEnvironment, program_of
 from .replicas import running, schedule
-from .scenes import start
+from .scenes import members, start, whole_mesh
 from .scripted import STOP, ScriptedGenerator, ScriptedPrompts, ScriptedReward, answer_of
 
 
@@ -37,31 +37,27 @@ async def test_a_trajectory_keeps_its_budget_in_another_worker_and_under_another
     store: TrajectoryStore,
 ) -> None:
     budget = stages((0, 24), (1, 3))
-    plan = schedule("sync", train_steps=2)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
     options: dict[str, Any] = {"token_budget": budget, "chunk": 4}
-    async with running(store, cluster, ScriptedReward(), plan, **options) as first:
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.02), steps=2, **options) as first:
         await reached(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
         await first.stop()
         assert (await store.mesh.view()).partial > 0
-        await trainer.announce(1)
-        async with running(store, cluster, ScriptedReward(), plan, index=1, **options):
-            batches = [await trainer.train(1), await trainer.train(2)]
+        await first.trainer.announce(1)
+        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, **options):
+            batches = [await first.trainer.train(1), await first.trainer.train(2)]
     resumed = 0
     for batch in batches:
-        for trajectory in (member for group in batch.groups for member in group.trajectories):
+        for trajectory in members(batch):
             check_lengths(trajectory, budget(trajectory.birth_version))
             resumed += trajectory.policy_versions == (0, 1) and len(trajectory.response_ids) > budget(1)
     assert resumed
 
 
 async def test_the_overlong_penalty_is_relative_to_the_budget_of_the_trajectory(store: TrajectoryStore) -> None:
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
     penalty = RewardConfig(overlong_buffer_tokens=5)
-    async with running(store, cluster, ScriptedReward(), plan, token_budget=stages((0, 10)), reward_config=penalty):
-        batch = await trainer.train(1)
-    for trajectory in (member for group in batch.groups for member in group.trajectories):
+    async with whole_mesh(store, ScriptedGenerator("a"), token_budget=stages((0, 10)), reward_config=penalty) as run:
+        batch = await run.trainer.train(1)
+    for trajectory in members(batch):
         lost = min(max(len(trajectory.response_ids) - 5, 0) / 5, 1)
         assert trajectory.outcome is not None
         assert trajectory.shaped_reward == pytest.approx(trajectory.outcome.value - lost)
@@ -69,14 +65,14 @@ async def test_the_overlong_penalty_is_relative_to_the_budget_of_the_trajectory(
 
 async def test_turns_follow_the_budget_of_turns(store: TrajectoryStore, tokenizer: Tokenizer) -> None:
     budget = stages((0, 2), (1, 1))
-    plan = schedule("sync", train_steps=2)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     program = program_of(CountingEnvironment, tokenizer, [])
-    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4, turn_budget=budget):
-        batches = [await trainer.train(1), await trainer.train(2)]
-    members = [member for batch in batches for group in batch.groups for member in group.trajectories]
-    assert len(members) == 2 * plan.pool_size
-    for trajectory in members:
+    async with whole_mesh(
+        store, ScriptedGenerator("a", stop_every=TURN), steps=2, program=program, chunk=4, turn_budget=budget
+    ) as run:
+        batches = [await run.trainer.train(1), await run.trainer.train(2)]
+    trained = [member for batch in batches for member in members(batch)]
+    assert len(trained) == 2 * run.plan.pool_size
+    for trajectory in trained:
         # A trajectory of the second batch may have been leased just before its policy was announced.
         assert trajectory.response_ids.tolist().count(STOP) == budget(trajectory.birth_version)
         assert trajectory.finish_reason is FinishReason.LENGTH

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.errors import DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, SamplingParams, SegmentSource, Trajectory
+from rollmesh.types import FinishReason, OutcomeKind, SamplingParams, SegmentSource
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.program import RolloutContext
 from rollmesh.worker.turns import LARGEST_STATE_BYTES, Snapshot
@@ -25,18 +25,23 @@ from .environment_episodes import (
     check,
     policy_turn,
     program_of,
-    start,
+    saved_episode,
 )
 from .replicas import running, schedule
+from .scenes import start, whole_mesh
 from .scripted import STOP, ScriptedGenerator, ScriptedReward
 
 
 async def test_turns_alternate_and_the_environments_reward_counts(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     log, reward = [], ScriptedReward()
-    async with running(store, cluster, reward, plan, program=program_of(CountingEnvironment, tokenizer, log), chunk=4):
-        check(await trainer.train(1))
+    async with whole_mesh(
+        store,
+        ScriptedGenerator("a", stop_every=TURN),
+        reward=reward,
+        program=program_of(CountingEnvironment, tokenizer, log),
+        chunk=4,
+    ) as run:
+        check(await run.trainer.train(1))
     assert reward.batches == []
     ids = {key.rpartition(":")[0] for key in log}
     assert sorted(log) == sorted(f"{i}:{turn}" for i in ids for turn in range(3))
@@ -112,44 +117,44 @@ async def test_a_spare_member_is_cut_off_within_its_turn_whatever_the_environmen
 
 
 async def test_a_replayable_environment_is_played_again_after_a_lost_worker(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
     log = []
     program = program_of(CountingEnvironment, tokenizer, log)
-    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
+    async with whole_mesh(
+        store, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02), program=program, chunk=4
+    ) as first:
         await reached(lambda: len(log) >= 10)
         await first.stop()
-        async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
-            check(await trainer.train(1))
-    assert len(log) > 3 * plan.pool_size, "finished turns were played again to a fresh environment"
+        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, program=program, chunk=4):
+            check(await first.trainer.train(1))
+    assert len(log) > 3 * first.plan.pool_size, "finished turns were played again to a fresh environment"
 
 
 async def test_an_environment_that_cannot_be_replayed_starts_over_without_a_trace(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
     log = []
     program = program_of(ForgetfulEnvironment, tokenizer, log)
-    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
+    async with whole_mesh(
+        store, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02), program=program, chunk=4
+    ) as first:
         await reached(lambda: len(log) >= 10)
         await first.stop()
         view = await store.mesh.view()
         assert (view.leased, view.partial) == (0, 0)
-        async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
-            check(await trainer.train(1))
+        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, program=program, chunk=4):
+            check(await first.trainer.train(1))
 
 
 async def test_an_environment_with_snapshots_continues_in_another_worker(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
     log = []
     program = program_of(SnapshottingEnvironment, tokenizer, log)
-    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
+    async with whole_mesh(
+        store, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02), program=program, chunk=4
+    ) as first:
         await reached(lambda: len(log) >= 10)
         await first.stop()
         assert (await store.mesh.view()).partial > 0
-        async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
-            check(await trainer.train(1))
-    assert len(log) == len(set(log)) == 3 * plan.pool_size, "no turn was played twice"
+        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, program=program, chunk=4):
+            check(await first.trainer.train(1))
+    assert len(log) == len(set(log)) == 3 * first.plan.pool_size, "no turn was played twice"
 
 
 ENVIRONMENT_REPLY = replace(
@@ -184,11 +189,7 @@ def kept(turns, reply=REPLY):
     ],
 )
 async def test_a_snapshot_covers_whatever_the_worker_left(tokenizer, segments, snapshot, played):
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
-    trajectory = Trajectory(
-        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=tuple(segments)
-    )
-    held, log, snapshots = ActiveTrajectory(trajectory, snapshot=snapshot), [], []
+    held, log, snapshots = ActiveTrajectory(saved_episode(*segments), snapshot=snapshot), [], []
 
     async def save(_held):
         pass
@@ -218,10 +219,7 @@ async def test_a_snapshot_covers_whatever_the_worker_left(tokenizer, segments, s
 
 
 async def test_the_reward_of_an_episode_survives_the_worker_in_its_snapshot(tokenizer):
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
-    trajectory = Trajectory(
-        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=(policy_turn(0),)
-    )
+    trajectory = saved_episode(policy_turn(0))
     program = program_of(SnapshottingEnvironment, tokenizer, [])
     reply = EnvironmentReply(text="", done=True, reward=3.0)
     last = Snapshot(turn_count=1, reply=reply, reward=3.0, state=b"[]").to_bytes()
@@ -250,10 +248,7 @@ async def test_a_reply_that_cannot_be_used_fails_the_attempt_with_words_that_can
                 raise reply
             return reply
 
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
-    trajectory = Trajectory(
-        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=(policy_turn(0),)
-    )
+    trajectory = saved_episode(policy_turn(0))
     outcome = await program_of(Environment, tokenizer, []).outcome_of(trajectory)
     assert outcome.kind is OutcomeKind.VERIFIER_ERROR
     assert re.search(words, outcome.message), outcome.message

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.queue_types import EvalRequest, Finish, NewGroup
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, Trajectory
+from rollmesh.types import FinishReason, OutcomeKind, Prompt
 from rollmesh.worker.program import SingleTurnProgram
 
 from ...kit.waiting import reached
@@ -20,9 +20,10 @@ from .environment_episodes import (
     check,
     policy_turn,
     program_of,
-    start,
+    saved_episode,
 )
 from .replicas import running, schedule
+from .scenes import members, start, whole_mesh
 from .scripted import STOP, ScriptedGenerator, ScriptedReward
 
 
@@ -51,16 +52,9 @@ def made(kind, tokenizer, **options):
 
 @pytest.mark.parametrize("kind", [HangingEnvironment, CancellingEnvironment, CancellingProgram])
 async def test_an_attempt_that_hangs_or_awaits_a_cancelled_call_ends_as_a_dead_letter(store, tokenizer, kind):
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     program = made(kind, tokenizer, timeout=0.05)
-    async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
-
-        async def letters():
-            await cluster.register()
-            return await store.dead_letters.newest()
-
-        letter = (await reached(letters))[0]
+    async with whole_mesh(store, ScriptedGenerator("a", stop_every=TURN), program=program) as run:
+        letter = (await reached(store.dead_letters.newest))[0]
         assert letter.reason == "max_attempts"
         assert letter.attempts >= 3
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 3
@@ -73,26 +67,21 @@ class BrokenToolEnvironment(SnapshottingEnvironment):
 
 
 async def test_an_environment_with_snapshots_that_fails_at_its_first_turn_ends_as_a_dead_letter(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     log = []
     program = program_of(BrokenToolEnvironment, tokenizer, log)
-    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4):
+    async with whole_mesh(store, ScriptedGenerator("a", stop_every=TURN), program=program, chunk=4):
         letter = (await reached(store.dead_letters.newest))[0]
     assert letter.reason == "max_attempts"
     assert log.count(f"{letter.trajectory_id}:0") == 4, "the first attempt, then three without progress"
 
 
 async def test_turns_run_out(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     program = program_of(CountingEnvironment, tokenizer, [], max_turns=2)
-    async with running(store, cluster, ScriptedReward(), plan, program=program):
-        batch = await trainer.train(1)
-    for group in batch.groups:
-        for trajectory in group.trajectories:
-            assert trajectory.finish_reason is FinishReason.LENGTH
-            assert trajectory.response_ids.tolist().count(STOP) == 2
+    async with whole_mesh(store, ScriptedGenerator("a", stop_every=TURN), program=program) as run:
+        batch = await run.trainer.train(1)
+    for trajectory in members(batch):
+        assert trajectory.finish_reason is FinishReason.LENGTH
+        assert trajectory.response_ids.tolist().count(STOP) == 2
 
 
 class OutageEnvironment(CountingEnvironment):
@@ -110,12 +99,10 @@ class OutageEnvironment(CountingEnvironment):
 
 
 async def test_a_short_outage_of_an_environment_does_not_use_up_the_attempts(store, tokenizer):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     missed = {}
     program = program_of(lambda log: OutageEnvironment(log, missed), tokenizer, [])
-    async with running(store, cluster, ScriptedReward(), plan, program=program, first_pause=1.0) as run:
-        check(await trainer.train(1))
+    async with whole_mesh(store, ScriptedGenerator("a", stop_every=TURN), program=program, first_pause=1.0) as run:
+        check(await run.trainer.train(1))
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 1
     assert await store.dead_letters.newest() == []
 
@@ -129,11 +116,9 @@ class UnclosableEnvironment(CountingEnvironment):
 
 @pytest.mark.parametrize("error", [OSError("already gone"), asyncio.CancelledError()])
 async def test_an_episode_counts_even_if_its_environment_cannot_be_closed(store, tokenizer, error):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     program = program_of(type("Unclosable", (UnclosableEnvironment,), {"error": error}), tokenizer, [])
-    async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
-        check(await trainer.train(1))
+    async with whole_mesh(store, ScriptedGenerator("a", stop_every=TURN), program=program) as run:
+        check(await run.trainer.train(1))
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") == 0
 
 
@@ -149,14 +134,11 @@ class ChattyEnvironment(CountingEnvironment):
 
 @pytest.mark.parametrize("kind", [AwayEnvironment, ChattyEnvironment, CancellingEnvironment, CancellingProgram])
 async def test_an_environment_that_fails_costs_an_evaluation_its_answers_and_never_the_replica(store, tokenizer, kind):
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
     await store.settings.set_user_paused(True)
-    async with running(store, cluster, ScriptedReward(), plan, program=made(kind, tokenizer)) as run:
+    async with whole_mesh(store, ScriptedGenerator("a", stop_every=TURN), program=made(kind, tokenizer)) as run:
         await store.evaluations.request(EvalRequest(evaluation_id="e", policy_version=0, prompt_count=3))
 
         async def result():
-            await cluster.register()
             return run.task.done() or (await store.evaluations.all())[0].result
 
         done = await reached(result)
@@ -165,10 +147,7 @@ async def test_an_environment_that_fails_costs_an_evaluation_its_answers_and_nev
 
 
 async def test_a_finished_episode_whose_environment_cannot_be_made_again_has_an_error_for_a_score(tokenizer):
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
-    trajectory = Trajectory(
-        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=(policy_turn(0),)
-    )
+    trajectory = saved_episode(policy_turn(0))
     outcome = await program_of(AwayEnvironment, tokenizer, []).outcome_of(trajectory)
     assert outcome.kind is OutcomeKind.VERIFIER_ERROR
     assert "the tool server is away" in outcome.message

@@ -11,7 +11,7 @@ from rollmesh.types import FinishReason
 
 from ...kit.waiting import reached
 from .replicas import running, schedule
-from .scenes import check_batch, start
+from .scenes import check_batch, start, whole_mesh
 from .scripted import ScriptedGenerator, ScriptedReward
 
 
@@ -74,15 +74,13 @@ class PassingOver(ScriptedGenerator):
 
 
 async def test_a_generator_that_dies_hands_its_trajectories_to_another_from_the_last_chunk(store):
-    plan = schedule("sync", train_steps=1)
     dying = ScriptedGenerator("dying", seconds_per_token=0.01)
-    cluster, trainer = await start(store, plan, dying, ScriptedGenerator("other", seconds_per_token=0.005))
-    async with running(store, cluster, ScriptedReward(), plan) as run:
+    async with whole_mesh(store, dying, ScriptedGenerator("other", seconds_per_token=0.005)) as run:
         await reached(lambda: len(dying.running) >= 2)
         dying.dead = True
-        check_batch(await trainer.train(1), plan)
+        check_batch(await run.trainer.train(1), run.plan)
         assert run.value("rollmesh_rollout_calls_ended_total", reason="broken") >= 1
-    assert cluster.generators["other"].calls > 0
+    assert run.cluster.generators["other"].calls > 0
 
 
 @pytest.mark.parametrize(
@@ -95,20 +93,18 @@ async def test_a_generator_that_dies_hands_its_trajectories_to_another_from_the_
     ],
 )
 async def test_a_generator_that_answers_nonsense_is_avoided_and_nothing_of_it_is_kept(store, fault, reason):
-    plan = schedule("sync", train_steps=1)
     bad = ScriptedGenerator("bad", fault=fault)
-    cluster, trainer = await start(store, plan, bad, ScriptedGenerator("good", seconds_per_token=0.001))
-    async with running(store, cluster, ScriptedReward(), plan) as run:
-        check_batch(await trainer.train(1), plan)
+    async with whole_mesh(store, bad, ScriptedGenerator("good", seconds_per_token=0.001)) as run:
+        check_batch(await run.trainer.train(1), run.plan)
         assert run.value("rollmesh_rollout_calls_ended_total", reason=reason) >= 1
-    assert bad.calls <= plan.pool_size
+    assert bad.calls <= run.plan.pool_size
 
 
 async def test_a_generator_that_hangs_is_given_up_after_the_chunk_timeout(store):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("hangs", hang=True), ScriptedGenerator("works"))
-    async with running(store, cluster, ScriptedReward(), plan, chunk_timeout=0.3) as run:
-        check_batch(await trainer.train(1), plan)
+    async with whole_mesh(
+        store, ScriptedGenerator("hangs", hang=True), ScriptedGenerator("works"), chunk_timeout=0.3
+    ) as run:
+        check_batch(await run.trainer.train(1), run.plan)
         assert run.value("rollmesh_rollout_calls_ended_total", reason="hung") >= 1
 
 
@@ -116,26 +112,22 @@ async def test_a_trajectory_that_breaks_every_generator_ends_as_a_dead_letter(st
     monkeypatch.setattr("rollmesh.worker.generation_calls.MOST_FAILED_CALLS", 3)
     monkeypatch.setattr("rollmesh.worker.generation_calls.GARBAGE_AVOID_SECONDS", 0.01)
     monkeypatch.setattr("rollmesh.worker.generator_pool.LONGEST_AVOID_SECONDS", 0.02)
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, PoisonedGenerator("a"), PoisonedGenerator("b"), max_attempts=2)
-    async with running(store, cluster, ScriptedReward(), plan):
-        check_batch(await trainer.train(1), plan)
+    async with whole_mesh(store, PoisonedGenerator("a"), PoisonedGenerator("b"), max_attempts=2) as run:
+        check_batch(await run.trainer.train(1), run.plan)
     letters = await store.dead_letters.newest()
     assert [(letter.trajectory_id, letter.attempts) for letter in letters] == [("e0-0.0", 2)]
 
 
 async def test_a_trajectory_never_goes_back_to_an_older_version(store):
     """The new trajectories of sync need the newest policy: a generator that stays behind gets none of them."""
-    plan = schedule("sync", train_steps=2)
     slow = ScriptedGenerator("behind")
-    cluster, trainer = await start(store, plan, slow, ScriptedGenerator("current", seconds_per_token=0.001))
-    async with running(store, cluster, ScriptedReward(), plan):
-        check_batch(await trainer.train(1), plan)
+    async with whole_mesh(store, slow, ScriptedGenerator("current", seconds_per_token=0.001), steps=2) as run:
+        check_batch(await run.trainer.train(1), run.plan)
         slow.version = 0
         calls = slow.calls
-        await cluster.register()
-        batch = await trainer.train(2)
-        check_batch(batch, plan)
+        await run.cluster.register()
+        batch = await run.trainer.train(2)
+        check_batch(batch, run.plan)
         assert {v for g in batch.groups for t in g.trajectories for v in t.policy_versions} == {1}
         assert slow.calls == calls
 
@@ -168,31 +160,26 @@ async def test_tokens_of_a_version_that_died_with_its_generator_are_continued_on
 
 
 async def test_versions_swapped_under_running_calls_continue_the_same_call(store):
-    plan = schedule("copris", train_steps=4)
     generators = [ScriptedGenerator(name, seconds_per_token=0.01, keep_kv=True) for name in ("a", "b")]
-    cluster, trainer = await start(store, plan, *generators)
-    async with running(store, cluster, ScriptedReward(), plan) as run:
+    async with whole_mesh(store, *generators, plan=schedule("copris", train_steps=4)) as run:
         for step in range(1, 5):
-            check_batch(await trainer.train(step), plan)
+            check_batch(await run.trainer.train(step), run.plan)
         assert run.value("rollmesh_rollout_calls_ended_total", reason="interrupted") == 0
-    spans = [len(t.policy_versions) for b in trainer.batches for g in b.groups for t in g.trajectories]
+    spans = [len(t.policy_versions) for b in run.trainer.batches for g in b.groups for t in g.trajectories]
     assert max(spans) > 1
 
 
 async def test_a_generator_that_ignores_the_interrupt_is_cut_off_and_the_pause_happens(store):
-    plan = schedule("sync", train_steps=1)
     stuck = ScriptedGenerator("stuck", hang=True)
-    cluster, trainer = await start(store, plan, stuck)
-    async with running(store, cluster, ScriptedReward(), plan, grace=0.5) as run:
-        await reached(lambda: len(stuck.running) == plan.pool_size)
+    async with whole_mesh(store, stuck, grace=0.5) as run:
+        await reached(lambda: len(stuck.running) == run.plan.pool_size)
         await store.settings.set_user_paused(True)
 
         async def at_rest():
-            await cluster.register()
             return (await store.mesh.view()).leased == 0
 
         await reached(at_rest)
-        assert run.value("rollmesh_rollout_calls_ended_total", reason="cut_off") == plan.pool_size
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="cut_off") == run.plan.pool_size
         stuck.hang = False
         await store.settings.set_user_paused(False)
-        check_batch(await trainer.train(1), plan)
+        check_batch(await run.trainer.train(1), run.plan)

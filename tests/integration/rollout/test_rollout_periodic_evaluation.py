@@ -214,15 +214,6 @@ async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_aske
         assert [r.request.policy_version for r in records] == [4]
 
 
-async def test_a_leader_whose_queue_was_lost_asks_for_no_version_that_may_be_pruned(store) -> None:
-    config = EvalConfig(every_versions=3, prompt_count=2)
-    # Version 3 is due; of versions 0 to 5 the two, or three, newest are kept.
-    await PeriodicEvaluations(store.evaluations, config, keep_last=2).request_due(5)
-    assert await store.evaluations.all() == []
-    await PeriodicEvaluations(store.evaluations, config, keep_last=3).request_due(5)
-    assert [r.request.policy_version for r in await store.evaluations.all()] == [3]
-
-
 async def test_a_leader_of_an_empty_queue_asks_for_no_pruned_version_once_the_trainer_is_back(store) -> None:
     evaluations = PeriodicEvaluations(store.evaluations, EvalConfig(every_versions=3, prompt_count=2), keep_last=3)
     for newest in (-1, 8, 9):

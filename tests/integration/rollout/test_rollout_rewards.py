@@ -5,8 +5,8 @@ from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.types import OutcomeKind, RewardOutcome
 
 from ...kit.waiting import reached
-from .replicas import running, schedule
-from .scenes import start
+from .replicas import schedule
+from .scenes import whole_mesh
 from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedReward, answer_of
 
 
@@ -21,19 +21,22 @@ async def paused(store):
     return (await store.leadership.desired()).paused
 
 
-async def test_outcomes_without_a_value_follow_the_policy_of_the_run(store):
-    broken = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="no")
+def without_a_value(kind, message):
+    """Rewards of which the first member of every group has none."""
 
     def outcome(trajectory):
         if trajectory.member_index == 0:
-            return broken
+            return RewardOutcome(kind=kind, message=message)
         return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
 
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    return ScriptedReward(outcome)
+
+
+async def test_outcomes_without_a_value_follow_the_policy_of_the_run(store):
+    reward = without_a_value(OutcomeKind.VERIFIER_ERROR, "no")
     config = RewardConfig(on_error="fixed", fixed_value=-2.0)
-    async with running(store, cluster, ScriptedReward(outcome), plan, reward_config=config):
-        batch = await trainer.train(1)
+    async with whole_mesh(store, ScriptedGenerator("a"), reward=reward, reward_config=config) as run:
+        batch = await run.trainer.train(1)
     for group in batch.groups:
         rewards = {t.member_index: t.shaped_reward for t in group.trajectories}
         assert rewards == {0: -2.0, 1: 1.0, 2: 2.0, 3: 3.0}
@@ -41,31 +44,19 @@ async def test_outcomes_without_a_value_follow_the_policy_of_the_run(store):
 
 
 async def test_an_unscorable_member_is_replaced(store):
-    def outcome(trajectory):
-        if trajectory.member_index == 0:
-            return RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="slow")
-        return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
-
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
-    async with running(store, cluster, ScriptedReward(outcome), plan) as run:
-        batch = await trainer.train(1)
+    reward = without_a_value(OutcomeKind.TIMED_OUT, "slow")
+    async with whole_mesh(store, ScriptedGenerator("a"), reward=reward) as run:
+        batch = await run.trainer.train(1)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="unscorable") >= 2
     for group in batch.groups:
         assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
 
 
 async def test_an_answer_without_a_value_becomes_a_dead_letter_with_its_tokens_where_the_run_says_so(store):
-    def outcome(trajectory):
-        if trajectory.member_index == 0:
-            return RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="10 s")
-        return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
-
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    reward = without_a_value(OutcomeKind.TIMED_OUT, "10 s")
     config = RewardConfig(on_timeout="dead_letter")
-    async with running(store, cluster, ScriptedReward(outcome), plan, reward_config=config):
-        batch = await trainer.train(1)
+    async with whole_mesh(store, ScriptedGenerator("a"), reward=reward, reward_config=config) as run:
+        batch = await run.trainer.train(1)
     for group in batch.groups:
         assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
     letters = [await store.dead_letters.get(letter.trajectory_id) for letter in await store.dead_letters.newest()]
@@ -87,20 +78,16 @@ async def test_an_unreachable_reward_service_is_waited_for_and_bad_metadata_is_n
                 raise DataError("metadata.answer: cannot travel")
             return await super().score(trajectories)
 
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
     config = RewardConfig(on_error="fixed", fixed_value=-1.0)
-    async with running(store, cluster, Away(), plan, reward_config=config):
-        batch = await trainer.train(1)
+    async with whole_mesh(store, ScriptedGenerator("a"), reward=Away(), reward_config=config) as run:
+        batch = await run.trainer.train(1)
     first = [t for g in batch.groups for t in g.trajectories if t.member_index == 0]
     assert {t.outcome.message for t in first} == {"metadata.answer: cannot travel"}
     assert {t.shaped_reward for t in first} == {-1.0}
 
 
 async def test_a_bad_row_fails_the_run_with_its_place_and_stops_the_mesh(store):
-    plan = schedule("copris", train_steps=3)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a"))
-    async with running(store, cluster, ScriptedReward(), plan, prompts=BadPrompts()):
+    async with whole_mesh(store, ScriptedGenerator("a"), plan=schedule("copris", train_steps=3), prompts=BadPrompts()):
         failure = await reached(store.leadership.failure)
         assert "index 3" in failure
         assert "line 4: no field 'prompt'" in failure

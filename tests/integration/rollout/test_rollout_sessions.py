@@ -12,7 +12,7 @@ from rollmesh.types import Segment
 
 from ...kit.waiting import reached
 from .replicas import running, schedule
-from .scenes import all_groups, check_batch, start
+from .scenes import all_groups, check_batch, check_sampled_once, start, whole_mesh
 from .scripted import ScriptedGenerator, ScriptedReward, answer_of
 
 
@@ -28,10 +28,8 @@ async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_
         return results
 
     monkeypatch.setattr(store.trajectories, "append", refuse_once)
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
-    async with running(store, cluster, ScriptedReward(), plan) as run:
-        check_batch(await trainer.train(1), plan)
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.001)) as run:
+        check_batch(await run.trainer.train(1), run.plan)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 1
     assert refused
 
@@ -47,11 +45,9 @@ async def test_a_lease_that_no_task_works_on_is_noticed_and_leased_again(store, 
         return leased
 
     monkeypatch.setattr(store.trajectories, "lease", lease_and_forget_one)
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
-    async with running(store, cluster, ScriptedReward(), plan, heartbeat=0.1):
-        check_batch(await trainer.train(1), plan)
-    assert forgotten[0] in {t.trajectory_id for g in trainer.batches[0].groups for t in g.trajectories}
+    async with whole_mesh(store, ScriptedGenerator("a"), heartbeat=0.1) as run:
+        check_batch(await run.trainer.train(1), run.plan)
+    assert forgotten[0] in {t.trajectory_id for g in run.trainer.batches[0].groups for t in g.trajectories}
     assert (await store.mesh.counts()).totals["released_by_recovery_total"] == 1
 
 
@@ -68,11 +64,11 @@ async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(st
 
     monkeypatch.setattr(store.sessions, "reregister", noted)
     monkeypatch.setattr(store.sessions, "held_by", looked)
-    plan = schedule("copris", train_steps=6)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
-    async with running(store, cluster, ScriptedReward(), plan, heartbeat=0.05):
+    async with whole_mesh(
+        store, ScriptedGenerator("a", seconds_per_token=0.001), plan=schedule("copris", train_steps=6), heartbeat=0.05
+    ) as run:
         for step in range(1, 7):
-            check_batch(await trainer.train(step), plan)
+            check_batch(await run.trainer.train(step), run.plan)
         await reached(lambda: len(compared) >= 10)
     assert stated == []
 
@@ -95,17 +91,13 @@ async def test_trajectories_leased_in_the_moment_in_which_redis_stops_are_not_lo
 
     monkeypatch.setattr(store.trajectories, "lease", lease_and_lose_redis)
     monkeypatch.setattr(store.leadership, "desired", desired_once_it_is_back)
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
-    async with running(store, cluster, ScriptedReward(), plan):
-        check_batch(await trainer.train(1), plan)
+    async with whole_mesh(store, ScriptedGenerator("a")) as run:
+        check_batch(await run.trainer.train(1), run.plan)
     assert away == [False, False, False]
 
 
 async def test_tokens_are_never_joined_to_tokens_that_another_worker_has_saved(store):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.03))
-    async with running(store, cluster, ScriptedReward(), plan, chunk=16) as run:
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.03), chunk=16) as run:
         longest = await reached(lambda: next((i for i in run.session.trajectories if len(answer_of(i, 40)) > 20), None))
         ids = np.array(answer_of(longest, 40)[:3], np.int32)
         other = Segment(
@@ -117,9 +109,9 @@ async def test_tokens_are_never_joined_to_tokens_that_another_worker_has_saved(s
         )
         item = Append(trajectory_id=longest, token_offset=0, segments=[other])
         assert (await store.trajectories.append(run.session.current, [item]))[0].status is WriteStatus.SAVED
-        batch = await trainer.train(1)
+        batch = await run.trainer.train(1)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 1
-    check_batch(batch, plan)
+    check_batch(batch, run.plan)
     first = next(t for g in batch.groups for t in g.trajectories if t.trajectory_id == longest).segments
     assert (len(first[0]), first[0].temperature) == (3, 0.5)
     assert len(first[1]) == 16, "the next call went on after what was saved"
@@ -178,17 +170,14 @@ def append_after_restart(trajectory_id, segment):
 
 
 async def test_a_lost_session_is_replaced_and_the_trajectories_continue(store):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
-    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.02), chunk=4) as run:
         await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
         first = run.session.current
         await store.sessions.close(first)
-        check_batch(await trainer.train(1), plan)
+        check_batch(await run.trainer.train(1), run.plan)
         assert run.session.current != first
         assert run.value("rollmesh_rollout_sessions_lost_total") == 1
-    tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
-    assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+    check_sampled_once(run)
 
 
 async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost_the_new_one(store, monkeypatch):
@@ -203,15 +192,12 @@ async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost
         return await lease(session, *arguments)
 
     monkeypatch.setattr(store.trajectories, "lease", refused_late)
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
-    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
-        check_batch(await trainer.train(1), plan)
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.05), chunk=4) as run:
+        check_batch(await run.trainer.train(1), run.plan)
         assert refused
         assert run.value("rollmesh_rollout_sessions_lost_total") == 1
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 0
-        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
-        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+        check_sampled_once(run)
 
 
 async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, monkeypatch):
@@ -224,15 +210,12 @@ async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, 
         return await reregister(session, held, worker)
 
     monkeypatch.setattr(store.sessions, "reregister", reregister_slowly)
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
-    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.05), chunk=4) as run:
         await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
         await store.sessions.close(run.session.current)
-        check_batch(await trainer.train(1), plan)
-        assert run.value("rollmesh_rollout_leases_total") == plan.pool_size
-        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
-        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+        check_batch(await run.trainer.train(1), run.plan)
+        assert run.value("rollmesh_rollout_leases_total") == run.plan.pool_size
+        check_sampled_once(run)
     assert slowly[0] > 0
 
 
@@ -257,17 +240,14 @@ async def test_saves_continue_while_everything_is_registered_with_a_restarted_se
         return answers
 
     monkeypatch.setattr(store.sessions, "reregister", answer_late)
-    plan = schedule("sync", train_steps=1)
     # Slow until a save is seen: however late Redis registers everything, some tokens come after that.
     generator = ScriptedGenerator("a", seconds_per_token=0.2)
-    cluster, trainer = await start(store, plan, generator)
-    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+    async with whole_mesh(store, generator, chunk=4) as run:
         await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
         await run.session.recover(run.session.current, "another server")
-        check_batch(await trainer.train(1), plan)
+        check_batch(await run.trainer.train(1), run.plan)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 0
-        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
-        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+        check_sampled_once(run)
     assert saves[0] > 0
 
 
@@ -283,14 +263,11 @@ async def test_a_lease_whose_answer_comes_after_everything_was_registered_again_
         return leased
 
     monkeypatch.setattr(store.trajectories, "lease", lease_late)
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.01))
-    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
-        check_batch(await trainer.train(1), plan)
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.01), chunk=4) as run:
+        check_batch(await run.trainer.train(1), run.plan)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 0
-        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
-        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
-    assert late == [plan.pool_size]
+        check_sampled_once(run)
+    assert late == [run.plan.pool_size]
 
 
 async def test_a_killed_redis_costs_time_and_nothing_else(durable_server):

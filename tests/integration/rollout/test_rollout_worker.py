@@ -6,7 +6,7 @@ import pytest
 
 from ...kit.waiting import reached
 from .replicas import running, schedule
-from .scenes import check_batch, start
+from .scenes import check_batch, check_sampled_once, start, whole_mesh
 from .scripted import ScriptedGenerator, ScriptedReward
 
 
@@ -20,16 +20,13 @@ async def paused(store):
 
 
 async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store):
-    plan = schedule("sync", train_steps=1)
     # Slow until all are at rest: however late the worker hears of the pause, answers are under way.
     generator = ScriptedGenerator("a", seconds_per_token=0.2)
-    cluster, trainer = await start(store, plan, generator)
-    async with running(store, cluster, ScriptedReward(), plan) as run:
+    async with whole_mesh(store, generator) as run:
         await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
         await store.settings.set_user_paused(True)
 
         async def at_rest():
-            await cluster.register()
             return (await store.mesh.view()).leased == 0
 
         await reached(at_rest)
@@ -38,10 +35,8 @@ async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store
         await reached(lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused") > 0)
         generator.seconds_per_token = 0.001
         await store.settings.set_user_paused(False)
-        check_batch(await trainer.train(1), plan)
-        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
-        sampled = run.value("rollmesh_rollout_sampled_tokens_total", age="0")
-        assert sampled == tokens
+        check_batch(await run.trainer.train(1), run.plan)
+        check_sampled_once(run)
 
 
 async def is_at_rest(store):
@@ -67,15 +62,13 @@ async def test_trajectories_leased_just_before_a_pause_come_to_rest_too(store, m
         return leased
 
     monkeypatch.setattr(store.trajectories, "lease", lease_then_pause)
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
-    async with running(store, cluster, ScriptedReward(), plan) as run:
+    async with whole_mesh(store, ScriptedGenerator("a")) as run:
         parked = lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused")  # noqa: E731
-        await reached(lambda: leased_in_the_window and (cluster.contexts or parked() == len(leased_in_the_window)))
-        assert cluster.contexts == {}, "no generator was called in the pause"
+        await reached(lambda: leased_in_the_window and (run.cluster.contexts or parked() == len(leased_in_the_window)))
+        assert run.cluster.contexts == {}, "no generator was called in the pause"
         await reached(lambda: is_at_rest(store))
         await store.settings.set_user_paused(False)
-        check_batch(await trainer.train(1), plan)
+        check_batch(await run.trainer.train(1), run.plan)
 
 
 @pytest.mark.parametrize("stops", ["paused", "drained"])
@@ -92,16 +85,14 @@ async def test_a_fork_opened_just_before_a_pause_or_a_drain_comes_to_rest_too(st
         return answer
 
     monkeypatch.setattr(store.trajectories, "fork", fork_then_stop)
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
-    async with running(store, cluster, ScriptedReward(), plan, chunk=4, concurrency=4) as run:
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.05), chunk=4, concurrency=4) as run:
         await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
         parent = next(held for held in run.session.trajectories.values() if not held.finished)
         answer = await run.replica._worker.fork(parent, "nonce")
         child = answer.leased.trajectory.trajectory_id
         await reached(lambda: child not in run.session.trajectories)
         await asyncio.gather(*draining)
-        assert child not in cluster.contexts, "no generator was called for it"
+        assert child not in run.cluster.contexts, "no generator was called for it"
         assert run.value("rollmesh_rollout_trajectories_parked_total", reason=stops) >= 1
 
 
@@ -116,9 +107,7 @@ async def test_a_fork_whose_session_is_registered_again_meanwhile_is_the_one_mem
         return answers[-1]
 
     monkeypatch.setattr(store.trajectories, "fork", fork_then_register)
-    plan = schedule("sync", train_steps=1)
-    cluster, _ = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
-    async with running(store, cluster, ScriptedReward(), plan, chunk=4, concurrency=4) as run:
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.05), chunk=4, concurrency=4) as run:
         await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
         parent = next(held for held in run.session.trajectories.values() if not held.finished)
         answer = await run.replica._worker.fork(parent, "nonce")
@@ -129,19 +118,17 @@ async def test_a_fork_whose_session_is_registered_again_meanwhile_is_the_one_mem
 
 
 async def test_a_drained_worker_leaves_partials_that_another_one_finishes(store):
-    plan = schedule("sync", train_steps=1)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
-    async with running(store, cluster, ScriptedReward(), plan) as first:
+    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.02)) as first:
         await reached(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
         await first.stop()
         view = await store.mesh.view()
         assert view.leased == 0
         assert view.partial > 0
-        async with running(store, cluster, ScriptedReward(), plan, index=1) as second:
-            check_batch(await trainer.train(1), plan)
+        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1) as second:
+            check_batch(await first.trainer.train(1), first.plan)
             assert second.value("rollmesh_rollout_leases_resumed_total") == view.partial
             sampled = sum(r.value("rollmesh_rollout_sampled_tokens_total", age="0") for r in (first, second))
-    assert sampled == sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+    assert sampled == sum(len(t.response_ids) for g in first.trainer.batches[0].groups for t in g.trajectories)
 
 
 async def test_two_replicas_share_the_pool_and_one_leads(store):
@@ -157,15 +144,3 @@ async def test_two_replicas_share_the_pool_and_one_leads(store):
         assert one.value("rollmesh_rollout_leader") + two.value("rollmesh_rollout_leader") == 1
         assert one.value("rollmesh_rollout_leases_total") > 0
         assert two.value("rollmesh_rollout_leases_total") > 0
-
-
-async def test_the_lead_passes_on_when_the_leader_resigns(store):
-    plan = schedule("copris", train_steps=3)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
-    async with running(store, cluster, ScriptedReward(), plan) as one:
-        check_batch(await trainer.train(1), plan)
-        async with running(store, cluster, ScriptedReward(), plan, index=1) as two:
-            await one.stop()
-            check_batch(await trainer.train(2), plan)
-            check_batch(await trainer.train(3), plan)
-            assert two.value("rollmesh_rollout_leader") == 1

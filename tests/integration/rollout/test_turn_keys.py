@@ -1,17 +1,20 @@
 """Idempotency keys of an environment's turns: a repeated turn keeps its key, and another text has another one."""
 
-import numpy as np
 import pytest
 
-from rollmesh.types import FinishReason, Prompt, SamplingParams, Trajectory
+from rollmesh.types import FinishReason, SamplingParams
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.environment_program import EnvironmentProgram
 from rollmesh.worker.program import RolloutContext
 
-from .environment_episodes import CountingEnvironment, ForgetfulEnvironment, SnapshottingEnvironment, policy_turn
+from .environment_episodes import (
+    CountingEnvironment,
+    ForgetfulEnvironment,
+    SnapshottingEnvironment,
+    policy_turn,
+    saved_episode,
+)
 from .scripted import STOP
-
-PROMPT = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
 
 
 class KeyLog:
@@ -35,10 +38,7 @@ class KeyLog:
         return FinishReason.STOP
 
     async def run(self, segments=(), snapshot=None, pinned_version=None):
-        trajectory = Trajectory(
-            trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=PROMPT, segments=tuple(segments)
-        )
-        active = ActiveTrajectory(trajectory, snapshot=snapshot)
+        active = ActiveTrajectory(saved_episode(*segments), snapshot=snapshot)
 
         async def save(active):
             pass

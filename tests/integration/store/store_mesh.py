@@ -222,12 +222,18 @@ class Mesh:
         assert batch is not None
         return batch
 
-    async def train(self, train_step: int, group_ids: Sequence[str]) -> None:
-        """Cut a batch, write its file and train on it."""
-        await self.store.leadership.cut(self.leader, train_step, group_ids)
+    async def train(
+        self, train_step: int, group_ids: Sequence[str] = (), *, tombstone_steps: int = 256
+    ) -> list[PromptOutcome]:
+        """Cut a batch, if it is not, write its file and train on it; returns the outcomes of the file."""
+        if group_ids:
+            await self.store.leadership.cut(self.leader, train_step, group_ids)
         await self.claim(train_step)
+        outcomes = await self.store.prompt_records.unsaved(self.trainer, train_step)
         await self.store.training.confirm_batch_file(self.trainer, train_step, f"digest-{train_step}")
-        await self.store.training.report_trained(self.trainer, train_step)
+        await self.save_outcomes(train_step, outcomes)
+        await self.store.connection.run("report_trained", self.trainer, train_step, tombstone_steps)
+        return outcomes
 
     async def complete_all(self, version: int = 0) -> int:
         """Lease and complete everything that waits; rewards differ within a group."""

@@ -99,30 +99,14 @@ async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: Tr
     assert {letter.trajectory_id for letter in await store.dead_letters.newest()} == set(ids[:5])
 
 
-async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: TrajectoryStore) -> None:
+async def test_a_letter_keeps_its_tokens_until_a_thousand_newer_ones_need_its_room(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=1, leased=2)
     await mesh.append("e0-0.0", 0, 4)
-    assert await store.trajectories.fail(mesh.session, [("e0-0.0", "environment gone")]) == 1
+    assert await store.trajectories.fail(mesh.session, [("e0-0.0", "the oldest")]) == 1
     letter = await store.dead_letters.get("e0-0.0")
     assert letter.trajectory.response_token_count == letter.token_count == 4
     assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.LOST
     assert (await store.mesh.view()).pending == 1, "a replacement waits"
-
-
-async def test_a_short_list_has_the_newest_letters(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=1, leased=2)
-    for at, name in enumerate(("e0-0.0", "e0-0.1")):
-        await store.trajectories.fail(mesh.session, [(name, f"failure {at}")])
-        # Two failures of one millisecond have no order.
-        await store.connection.command("ZADD", store.connection.keys.single("letters"), at, name)
-    assert [letter.reason for letter in await store.dead_letters.newest()] == ["failure 1", "failure 0"]
-    assert [letter.reason for letter in await store.dead_letters.newest(1)] == ["failure 1"]
-
-
-async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=1, leased=2)
-    await mesh.append("e0-0.0", 0, 4)
-    await store.trajectories.fail(mesh.session, [("e0-0.0", "the oldest")])
     keys, command = store.connection.keys, store.connection.command
     newer = [word for number in range(999) for word in (2e15 + number, f"e9-{number}.0")]
     await command("ZADD", keys.single("letters"), *newer)
@@ -133,16 +117,8 @@ async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore)
         await store.dead_letters.get("e0-0.0")
     for kind in ("letter", "letter_segments", "letter_prompt"):
         assert not await command("EXISTS", keys.of(kind, "e0-0.0"))
-    assert (await store.dead_letters.get("e0-0.1")).reason == "one too many"
-
-
-async def train_one(mesh: Mesh, step: int, group_id: str) -> None:
-    """Train a ready group, and forget every tombstone that is older than this step."""
-    store = mesh.store
-    await store.leadership.cut(mesh.leader, step, [group_id])
-    await store.training.claim(mesh.trainer, step, 1.0)
-    await store.training.confirm_batch_file(mesh.trainer, step, "d")
-    await store.connection.run("report_trained", mesh.trainer, step, 1)
+    await command("ZADD", keys.single("letters"), 3e15, "e0-0.1")
+    assert [letter.reason for letter in await store.dead_letters.newest(1)] == ["one too many"]
 
 
 async def test_no_two_replays_have_one_name_even_when_the_first_is_long_trained(store: TrajectoryStore) -> None:
@@ -155,7 +131,7 @@ async def test_no_two_replays_have_one_name_even_when_the_first_is_long_trained(
     await mesh.admit(2)
     await mesh.complete_all()
     for step, group_id in enumerate((first, "e0-1", "e0-2"), start=1):
-        await train_one(mesh, step, group_id)
+        await mesh.train(step, [group_id], tombstone_steps=1)
     assert first not in (await read_truth(store)).tombstones
     second = await store.dead_letters.replay("e0-0.1")
     assert (first, second) == ("e0-0r1", "e0-0r2")
@@ -209,13 +185,3 @@ async def test_replays_sent_again_after_a_lost_reply_open_once(store: Trajectory
 async def opened(store: TrajectoryStore) -> list[str]:
     open_groups = store.connection.keys.single("open")
     return [group_id.decode() for group_id in await store.connection.command("ZRANGE", open_groups, 0, -1)]
-
-
-async def test_a_waiting_replay_that_a_batch_file_names_is_not_opened_again(store: TrajectoryStore) -> None:
-    """Redis came back as it was while the replay waited."""
-    mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0, groups=2, leased=1)
-    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
-    group_id = await store.dead_letters.replay("e0-0.0")
-    await store.training.reassert(mesh.trainer, 1, 1, [(1, [group_id])], [], Cursor())
-    assert await store.leadership.admit_replays(mesh.leader, 5) == 0
-    assert group_id not in await store.mesh.live_groups()

@@ -34,17 +34,6 @@ async def end(mesh: Mesh, *group_ids: str, version: int = 0) -> None:
             assert await mesh.score(f"{group_id}.{member}", reward) == 1
 
 
-async def train(mesh: Mesh, step: int, *group_ids: str) -> list[PromptOutcome]:
-    """Cut a batch and train on it; returns the outcomes of its file."""
-    await mesh.store.leadership.cut(mesh.leader, step, group_ids)
-    await mesh.store.training.claim(mesh.trainer, step, 1.0)
-    outcomes = await mesh.store.prompt_records.unsaved(mesh.trainer, step)
-    await mesh.store.training.confirm_batch_file(mesh.trainer, step, "digest")
-    await mesh.save_outcomes(step, outcomes)
-    await mesh.store.training.report_trained(mesh.trainer, step)
-    return outcomes
-
-
 async def reassert(mesh: Mesh, files: dict[int, tuple[list[str], list[PromptOutcome]]], cursor: int) -> None:
     await mesh.store.training.reassert(
         mesh.trainer,
@@ -100,7 +89,7 @@ async def test_a_restored_redis_counts_every_draw_and_every_end_once(store: Traj
     await admit(mesh, 6 - known)
     await end(mesh, *(f"e0-{i}" for i in range(6)))
     batches = {1: ["e0-0", "e0-3"], 2: ["e0-1"]}
-    files = {step: (ids, await train(mesh, step, *ids)) for step, ids in batches.items()}
+    files = {step: (ids, await mesh.train(step, ids)) for step, ids in batches.items()}
     assert await store.prompt_records.domain_totals() == totals((3, 3), (3, 3))
     await put_back(store, restored)
     for _ in range(2):
@@ -117,12 +106,12 @@ async def test_an_empty_redis_counts_a_group_that_began_again_as_drawn_once(stor
     mesh = await Mesh.start(store, keeps_history=True, max_staleness=0)
     await admit(mesh, 2)
     await end(mesh, "e0-0", "e0-1")
-    first = await train(mesh, 1, "e0-1")
+    first = await mesh.train(1, ["e0-1"])
     await store.policies.announce(mesh.trainer, policy(1))
     assert await store.restarted.restart(mesh.leader, ["e0-0"]) == 1
     for item in await store.trajectories.lease(mesh.session, 8):
         await mesh.complete(item, float(item.trajectory.member_index), version=1)
-    second = await train(mesh, 2, "e0-0")
+    second = await mesh.train(2, ["e0-0"])
     assert [o.group_id for o in (*first, *second)] == ["e0-0", "e0-1", "e0-0~0"]
     before = await store.prompt_records.domain_totals()
     assert (before["algebra"].drawn, before["algebra"].completed) == (1, 4)
@@ -141,7 +130,7 @@ async def test_a_replayed_dead_letter_counts_as_drawn_once_through_a_restore(sto
     await open_replay(mesh)
     replayed = await copy_of_keys(store)
     await end(mesh, replay)
-    file = {1: ([replay], await train(mesh, 1, replay))}
+    file = {1: ([replay], await mesh.train(1, [replay]))}
     before = await store.prompt_records.domain_totals()
     assert before["algebra"].drawn == 2
     for restored in (unasked, replayed):
@@ -163,12 +152,12 @@ async def test_a_replay_that_waits_in_the_restored_redis_is_drawn_once_and_ends_
     assert (await store.prompt_records.domain_totals())["algebra"].drawn == 3
     waiting = await copy_of_keys(store)
     await end(mesh, "e0-1")
-    first = await train(mesh, 1, "e0-1")
+    first = await mesh.train(1, ["e0-1"])
     await open_replay(mesh)
     await end(mesh, replay)
     await end(mesh, "e0-2")
     batch = [replay if is_trained else "e0-2"]
-    second = await train(mesh, 2, *batch)
+    second = await mesh.train(2, batch)
     assert sorted(o.group_id for o in second) == [replay, "e0-2"]
     before = await store.prompt_records.domain_totals()
     assert (before["algebra"].drawn, before["algebra"].completed) == (3, 4)
@@ -192,12 +181,12 @@ async def test_a_group_that_ends_again_after_a_restore_is_drawn_once_by_the_next
     await admit(mesh, 2)
     opened = await copy_of_keys(store)
     await end(mesh, "e0-0", "e0-1")
-    first = await train(mesh, 1, "e0-1")
+    first = await mesh.train(1, ["e0-1"])
     assert [o.group_id for o in first] == ["e0-0", "e0-1"]
     await put_back(store, opened)
     await reassert(mesh, {1: (["e0-1"], first)}, cursor=2)
     await end(mesh, "e0-0")
-    second = await train(mesh, 2, "e0-0")
+    second = await mesh.train(2, ["e0-0"])
     assert [o.group_id for o in second] == ["e0-0~0"]
     before = await store.prompt_records.domain_totals()
     assert before == totals((1, 1), (1, 1))

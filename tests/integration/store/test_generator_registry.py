@@ -9,18 +9,21 @@ import pytest
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import NoGenerator
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, ReleaseReason, TrajectoryStore
-from rollmesh.types import GeneratorRecord, Trajectory
+from rollmesh.types import GeneratorRecord, GeneratorWork, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
-from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
+from rollmesh.worker.routing import Placement
 
 from ...kit.records import generator_record
+from ...kit.waiting import reached
 from .store_mesh import Mesh, earlier_state, policy, prompt, segment
 
 TTL = 600.0
 
 
 def record(name: str, *, version: int = 0, slots: int = 8, running: int = 0) -> GeneratorRecord:
-    return generator_record(name, policy_version=version, running_count=running, slot_count=slots)
+    work = GeneratorWork(prefill_tokens=100, slot_seconds=2.25)
+    return generator_record(name, policy_version=version, running_count=running, slot_count=slots, work=work)
 
 
 def held(number: int, min_version: int = 0) -> ActiveTrajectory:
@@ -51,7 +54,7 @@ async def test_records_that_have_not_changed_are_not_read_again(
     await another_client.generators.register(record("g7", running=3), TTL)
     after = await by_name(store)
     assert [name for name in after if after[name] is not before[name]] == ["g7"]
-    assert after["g7"].running_count == 3
+    assert after["g7"] == record("g7", running=3)
     reply = await store.connection.run("generators", (await store.leadership.desired()).registry_version)
     assert len(reply) == 3, "no record travels"
 
@@ -80,10 +83,11 @@ async def test_a_generator_that_has_left_or_expired_leaves_every_copy(
     assert sorted(await by_name(another_client)) == ["dies", "leaves", "stays"]
     await store.generators.deregister("leaves")
     assert "leaves" not in await by_name(another_client)
-    async with asyncio.timeout(60):
-        while "dies" in await by_name(another_client):
-            await asyncio.sleep(0.02)
-    assert list(await by_name(another_client)) == ["stays"]
+
+    async def only_one_stays() -> bool:
+        return list(await by_name(another_client)) == ["stays"]
+
+    await reached(only_one_stays)
 
 
 async def test_a_redis_that_came_back_in_an_earlier_state_is_read_again(own_server: EmbeddedServer) -> None:
@@ -217,6 +221,38 @@ async def test_tokens_of_a_version_that_no_generator_serves_are_named_while_thei
     await asyncio.gather(*calls, return_exceptions=True)
 
 
+async def test_a_pool_that_places_by_tokens_counts_what_calls_begin_with_sample_and_take_along(
+    store: TrajectoryStore,
+) -> None:
+    generators = GeneratorPool(store.generators, placement=Placement.TOKENS)
+    for name in "ab":
+        await store.generators.register(record(name, slots=64), TTL)
+    await generators.refresh()
+
+    async def seat(number: int, saved: int = 0) -> GeneratorSlot:
+        waiter = held(number)
+        waiter.add(segment(saved))
+        return (await generators.acquire(waiter)).__enter__()
+
+    first = await seat(0)
+    first.grow(300)
+    await seat(1)
+    second = await seat(2, saved=400)
+    seats = [second, await seat(3)]
+    generators.leave(second)
+    seats.append(await seat(4))
+    assert [slot.record.instance_id for slot in (first, *seats)] == ["a", "b", "a", "b"]
+
+
+async def test_a_call_goes_to_the_generator_that_has_its_prompt_in_its_cache(store: TrajectoryStore) -> None:
+    generators = GeneratorPool(store.generators)
+    for name in "ab":
+        await store.generators.register(record(name, slots=64), TTL)
+    await generators.refresh()
+    seats = [(await generators.acquire(held(number))).__enter__() for number in (0, 1, 1, 0)]
+    assert [slot.record.instance_id for slot in seats] == ["a", "b", "b", "a"]
+
+
 async def test_a_bounded_wait_ends_where_no_generator_serves_and_goes_on_where_one_is_only_avoided(
     store: TrajectoryStore,
 ) -> None:
@@ -254,26 +290,13 @@ async def test_a_wait_names_the_holders_and_the_time_after_which_they_end(store:
     assert 0 < holders[0].seconds_left <= 60.0 < holders[1].seconds_left <= LEASE_TTL
 
 
-async def test_a_repeated_call_renews_its_lease_and_takes_no_second_one(store: TrajectoryStore) -> None:
+async def test_a_token_has_one_lease_and_only_it_ends_it_and_one_above_the_limit_counts(store: TrajectoryStore) -> None:
     assert await granted(store, "a") and await granted(store, "a") and await granted(store, "b")
     assert not await granted(store, "c")
-    assert await granted(store, "a"), "also at the limit"
-    assert await store.reloads.end("a")
-    assert await granted(store, "c")
-
-
-async def test_only_the_token_that_holds_a_lease_ends_it(store: TrajectoryStore) -> None:
-    assert await granted(store, "a") and await granted(store, "b")
+    assert await granted(store, "a"), "a repeated call renews its lease, also at the limit"
     assert not await store.reloads.end("A") and not await store.reloads.end("")
-    assert not await granted(store, "c")
-    assert await store.reloads.end("b") and not await store.reloads.end("b")
-    assert await granted(store, "c")
-
-
-async def test_a_lease_above_the_limit_is_always_given_and_counts(store: TrajectoryStore) -> None:
-    assert await granted(store, "a") and await granted(store, "b")
     assert await granted(store, "urgent", above_limit=True)
-    assert await store.reloads.end("a")
+    assert await store.reloads.end("a") and not await store.reloads.end("a")
     assert not await granted(store, "c"), "the urgent one still counts"
     assert await store.reloads.end("urgent")
     assert await granted(store, "c")
@@ -281,9 +304,7 @@ async def test_a_lease_above_the_limit_is_always_given_and_counts(store: Traject
 
 async def test_the_lease_of_a_killed_generator_ends_with_its_time_to_live(store: TrajectoryStore) -> None:
     assert await granted(store, "killed", ttl=0.2) and await granted(store, "alive")
-    async with asyncio.timeout(60):
-        while not await granted(store, "next"):
-            await asyncio.sleep(0.02)
+    await reached(lambda: granted(store, "next"))
     assert not await granted(store, "one more")
 
 
@@ -292,9 +313,7 @@ async def test_a_clock_that_was_set_back_does_not_prolong_a_lease(store: Traject
     assert await granted(store, "killed", ttl=0.2) and await granted(store, "also killed", ttl=0.2)
     for token in ("killed", "also killed"):
         await store.connection.command("ZINCRBY", key, 3_600_000, token)
-    async with asyncio.timeout(60):
-        while not await granted(store, "next", ttl=0.2):
-            await asyncio.sleep(0.02)
+    await reached(lambda: granted(store, "next", ttl=0.2))
 
 
 async def test_a_version_that_a_trajectory_needs_is_required_of_every_generator(store: TrajectoryStore) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.store import LeasedTrajectory, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason
 
-from .store_mesh import Mesh, group, policy
-from .stored_keys import read_truth
+from .store_mesh import Mesh, group
 
 
 async def begin(store: TrajectoryStore, **changes: object) -> Mesh:
@@ -23,10 +21,10 @@ async def begin(store: TrajectoryStore, **changes: object) -> Mesh:
     )
 
 
-async def admit(mesh: Mesh, needed: int = 2, spare: int = 0, plan: str = "{}") -> str:
+async def admit(mesh: Mesh) -> str:
     """Open a group with rounds at the cursor."""
     before = await mesh.store.leadership.cursor()
-    new = replace(group(before.index, needed, spare=spare), plan=plan)
+    new = replace(group(before.index), plan="{}")
     after = Cursor(index=before.index + 1)
     assert await mesh.store.leadership.admit(mesh.leader, [new], before, after) == 1
     return new.group_id
@@ -44,42 +42,6 @@ async def complete(mesh: Mesh, *values: float | None) -> None:
 async def undecided(mesh: Mesh) -> GroupOutcome:
     (found,) = await mesh.store.rounds.undecided()
     return found
-
-
-async def fields_of(store: TrajectoryStore, group_id: str) -> set[str]:
-    return {f.decode() for f in await store.connection.command("HKEYS", store.connection.keys.of("group", group_id))}
-
-
-async def batch_of(mesh: Mesh, *group_ids: str) -> Sequence[tuple[str, int, float]]:
-    await mesh.store.leadership.cut(mesh.leader, 1, list(group_ids))
-    batch = await mesh.claim(1)
-    trajectories = [t for each in batch.groups for t in each.trajectories]
-    return [(t.trajectory_id, t.response_token_count, t.shaped_reward) for t in trajectories]
-
-
-async def test_a_group_whose_round_has_ended_waits_open_until_it_is_extended_and_closed(store: TrajectoryStore) -> None:
-    mesh = await begin(store)
-    group_id = await admit(mesh)
-    await complete(mesh, 1.0, 0.0)
-    view = await store.mesh.view()
-    assert (view.open_groups, view.undecided_groups, view.ready_groups, view.admitted_unconsumed) == (1, 1, 0, 1)
-    found = await undecided(mesh)
-    assert (found.group_id, found.round, found.launched, found.prompt_id) == (group_id, 0, 2, "0")
-    assert [(m.member_index, m.round, m.outcome, m.token_count) for m in found.members] == [(0, 0, 1, 5), (1, 0, 0, 5)]
-    assert await store.rounds.extend(mesh.leader, found, 4, 2, "{}")
-    assert not await store.rounds.extend(mesh.leader, found, 4, 2, "{}"), "a retry launches nothing"
-    assert not await store.rounds.close(mesh.leader, found), "a leader that was overtaken closes nothing"
-    view = await store.mesh.view()
-    assert (view.undecided_groups, view.pending) == (0, 2)
-    assert (await read_truth(store)).problems == []
-    await complete(mesh, 1.0, 1.0)
-    second = await undecided(mesh)
-    assert (second.round, [m.round for m in second.members]) == (1, [0, 0, 1, 1])
-    assert await store.rounds.close(mesh.leader, second)
-    assert not await store.rounds.close(mesh.leader, second)
-    view = await store.mesh.view()
-    assert (view.ready_groups, view.open_groups, view.undecided_groups) == (1, 0, 0)
-    assert await batch_of(mesh, group_id) == [(f"{group_id}.{at}", 5, r) for at, r in enumerate((1.0, 0.0, 1.0, 1.0))]
 
 
 async def test_a_group_of_a_batch_file_whose_round_ends_late_is_not_left_for_a_decision(store: TrajectoryStore) -> None:
@@ -101,6 +63,7 @@ async def test_only_the_leader_decides_and_not_beyond_the_most_members(store: Tr
     await admit(mesh)
     await complete(mesh, 1.0, 0.0)
     found = await undecided(mesh)
+    assert (found.prompt_id, [m.outcome for m in found.members]) == ("0", [1, 0])
     with pytest.raises(Conflict, match="2 more exceed the limit of 3"):
         await store.rounds.extend(mesh.leader, found, 4, 2, "{}")
     with pytest.raises(SessionLost):
@@ -132,20 +95,6 @@ async def test_a_trajectory_ends_at_its_kept_tokens_and_the_others_are_wasted(st
     assert (await store.prompt_records.read(["0"]))["0"].token_sum == 10, "the history has the sampled lengths"
 
 
-async def over_the_bound(mesh: Mesh) -> str:
-    """A group in its second round, with tokens of policy 0, when the trainer is past them."""
-    group_id = await admit(mesh, needed=2, plan='{"round": 0}')
-    await complete(mesh, 1.0, 0.0)
-    await mesh.store.rounds.extend(mesh.leader, await undecided(mesh), 5, 3, '{"round": 1}')
-    await complete(mesh, 1.0, None, 1.0)
-    await mesh.admit(1)
-    for leased in (await lease(mesh))[1:]:
-        await mesh.complete(leased, float(leased.trajectory.member_index))
-    await mesh.train(1, ["e0-1"])
-    await mesh.store.policies.announce(mesh.trainer, policy(1))
-    return group_id
-
-
 async def test_a_replayed_dead_letter_is_shaped_like_every_group(store: TrajectoryStore) -> None:
     mesh = await begin(store)
     await admit(mesh)
@@ -158,16 +107,3 @@ async def test_a_replayed_dead_letter_is_shaped_like_every_group(store: Trajecto
             assert leased.plan == {}
             await mesh.complete(leased, float(leased.trajectory.member_index))
     assert (await undecided(mesh)).group_id == replay
-
-
-async def test_groups_of_a_run_without_rounds_have_no_field_and_no_key_more(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=1)
-    assert await fields_of(store, "e0-0") == {*("index", "needed", "launched", "scored", "terminal", "admitted_at")}
-    first, second = await lease(mesh)
-    assert (first.plan, second.plan) == ({}, {})
-    await mesh.complete(first, 1.0)
-    await mesh.complete(second, 0.0)
-    added = await fields_of(store, "e0-0")
-    assert not added & {"round", "closed", "first", "plan:0"}
-    assert (await store.mesh.view()).ready_groups == 1
-    assert await store.connection.command("EXISTS", store.connection.keys.single("undecided")) == 0

@@ -11,7 +11,6 @@ from rollmesh.store import Finish, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
 from .store_mesh import UNSCORABLE, Mesh, group, scored, segment
-from .stored_keys import read_truth
 
 
 async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: TrajectoryStore) -> None:
@@ -52,19 +51,6 @@ async def test_a_reward_that_is_not_a_number_is_an_error_of_the_caller(store: Tr
         await mesh.score("e0-0.0", float("nan"))
 
 
-async def test_an_evicted_group_refunds_its_capacity_and_late_results_are_lost(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=2, leased=4)
-    await mesh.append("e0-0.0", 0, 6)
-    assert await store.leadership.evict(mesh.leader, ["e0-0", "e0-0", "unknown"], "straggler") == 1
-    assert await store.leadership.evict(mesh.leader, ["e0-0"], "straggler") == 0
-    view = await store.mesh.view()
-    assert (view.admitted_unconsumed, view.leased) == (1, 2)
-    assert await mesh.append("e0-0.0", 6, 2) == WriteStatus.LOST
-    counts = await store.mesh.counts()
-    assert counts.drops == {"straggler": 1}
-    assert counts.dropped_tokens == {"straggler": 6}
-
-
 async def test_the_ledger_names_the_decile_of_a_dropped_length(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=12)
     leased = await store.trajectories.lease(mesh.session, 24)
@@ -72,7 +58,8 @@ async def test_the_ledger_names_the_decile_of_a_dropped_length(store: Trajectory
         await mesh.finish(item.trajectory.trajectory_id, 0, 2 ** (1 + at // 2))
     await mesh.append("e0-10.0", 0, 2000)
     await mesh.append("e0-11.0", 0, 1)
-    await store.leadership.evict(mesh.leader, ["e0-10", "e0-11"], "stale")
+    assert await store.leadership.evict(mesh.leader, ["e0-10", "e0-11", "e0-10", "unknown"], "stale") == 2
+    assert await mesh.append("e0-11.0", 1, 2) == WriteStatus.LOST
     assert [d.length_decile for d in await store.ledger.drops()] == [9, 0]
 
 
@@ -123,19 +110,6 @@ async def test_the_shortest_groups_are_listed_although_many_were_admitted_before
     assert admitted == ["e0-0", "e0-1"], "a list has two batches"
     shortest = [(g.group_id, g.token_count) for g in (await store.mesh.view(shortest=True)).ready]
     assert set(shortest) == {("e0-0", 40), ("e0-1", 38), ("e0-4", 32), ("e0-5", 30)}
-
-
-async def test_a_reverted_cut_makes_its_groups_ready_with_their_tokens(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=2, leased=8)
-    await finish_group(mesh, 0, 3, 4)
-    await finish_group(mesh, 1, 8, 1)
-    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    assert (await read_truth(store)).problems == []
-    dropped, left = await store.connection.run("roll_back", mesh.trainer, 8, "a trainer that dies after the revert")
-    assert (dropped, left) == (0, 1)
-    tokens = await store.connection.command("ZRANGE", store.connection.keys.single("ready_tokens"), 0, -1, "WITHSCORES")
-    assert {gid: int(count) for gid, count in tokens} == {b"e0-0": 7, b"e0-1": 9}
-    assert await store.training.roll_back(mesh.trainer) == 2
 
 
 async def test_a_group_goes_from_admission_to_trained_and_leaves_nothing_but_a_tombstone(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import find_server_binary
 
 from ...kit.certificates import Authority, Certificate
+from ...kit.waiting import reached, until
 from .store_mesh import limits
 
 USER, PASSWORD, SENTINEL_PASSWORD = "mesh", "between friends", "of the watchers"
@@ -172,25 +172,19 @@ async def test_a_renewed_client_certificate_is_taken_for_the_next_connection(gua
 
 def wait_for(guarded: Guarded) -> None:
     """Until both servers answer."""
-    for port, password in ((guarded.port, PASSWORD), (guarded.sentinel_port, SENTINEL_PASSWORD)):
-        deadline = time.monotonic() + 60.0
-        while True:
-            try:
-                with redis.Redis(
-                    port=port,
-                    username=USER if port == guarded.port else None,
-                    password=password,
-                    ssl=True,
-                    ssl_ca_certs=str(guarded.client.ca),
-                    ssl_certfile=str(guarded.client.certificate),
-                    ssl_keyfile=str(guarded.client.key),
-                    ssl_check_hostname=False,
-                    socket_timeout=5.0,
-                ) as client:
-                    client.ping()
-                    break
-            except (redis.ConnectionError, redis.TimeoutError) as error:
-                assert time.monotonic() < deadline, f"no answer at port {port}: {error}"
+    for port, user, password in ((guarded.port, USER, PASSWORD), (guarded.sentinel_port, None, SENTINEL_PASSWORD)):
+        with redis.Redis(
+            port=port,
+            username=user,
+            password=password,
+            ssl=True,
+            ssl_ca_certs=str(guarded.client.ca),
+            ssl_certfile=str(guarded.client.certificate),
+            ssl_keyfile=str(guarded.client.key),
+            ssl_check_hostname=False,
+            socket_timeout=5.0,
+        ) as client:
+            until(lambda client=client: answers(client), f"an answer at port {port}")
 
 
 @dataclass
@@ -219,7 +213,7 @@ def server(folder: Path, *options: str) -> Iterator[redis.Redis]:
         process = subprocess.Popen([str(find_server_binary()), *fixed, *options], stdout=log, stderr=log)
     try:
         with redis.Redis(unix_socket_path=str(socket)) as client:
-            wait_until(lambda: answers(client))
+            until(lambda: answers(client), "the server")
             yield client
     finally:
         process.kill()
@@ -229,15 +223,8 @@ def server(folder: Path, *options: str) -> Iterator[redis.Redis]:
 def answers(client: redis.Redis) -> bool:
     try:
         return bool(client.ping())
-    except redis.ConnectionError:
+    except (redis.ConnectionError, redis.TimeoutError):
         return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, "never"
-        time.sleep(0.02)
 
 
 def socket_of(client: redis.Redis) -> Path:
@@ -278,7 +265,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[redis.Redis, redis.Redis]]:
             stack.enter_context(server(tmp_path / p, "--port", p, "--repl-diskless-sync-delay", "0")) for p in ports
         )
         replica.replicaof("127.0.0.1", ports[0])
-        wait_until(lambda: replica.info("replication")["master_link_status"] == "up")
+        until(lambda: replica.info("replication")["master_link_status"] == "up", "the replica")
         yield master, replica
 
 
@@ -291,8 +278,8 @@ async def test_after_a_failover_behind_one_name_every_call_goes_to_the_new_maste
         await store.limits.init_run(limits())
         await asyncio.gather(*(store.connection.command("SET", "{any}kept", "1") for _ in range(8)))
         waiting = asyncio.create_task(store.connection.block_on_stream("{any}events", "0-0", 60.0))
-        await asyncio.to_thread(wait_until, lambda: old.info("clients")["blocked_clients"] == 1)
-        await asyncio.to_thread(wait_until, lambda: new.get("{any}kept") == b"1")
+        await reached(lambda: old.info("clients")["blocked_clients"] == 1)
+        await reached(lambda: new.get("{any}kept") == b"1")
         new.replicaof("NO", "ONE")
         old.replicaof("127.0.0.1", port_of(new))
         address.lead_to(socket_of(new))
@@ -327,7 +314,7 @@ async def test_a_server_that_is_not_the_master_is_an_outage_that_ends_when_its_a
             third = stack.enter_context(server(tmp_path / "third", *CLUSTER, "--port", str(free_port())))
             third.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
             third.execute_command("CLUSTER", "MEET", "127.0.0.1", port_of(other))
-        wait_until(lambda: refusal_of(other, command) == state)
+        until(lambda: refusal_of(other, command) == state, state)
         address.lead_to(socket_of(master))
         async with connected(address, retry_seconds=0.3) as store:
             await store.limits.init_run(limits())

@@ -170,20 +170,6 @@ async def test_a_save_says_which_generator_wrote_it_and_a_name_of_two_words_brea
     assert (mark.generator, mark.token_count) == ("0f3a", 5), "a save that does not say changes nothing"
 
 
-async def test_the_view_says_what_was_written_and_what_the_server_may_hold(store: TrajectoryStore) -> None:
-    await populated(store)
-    seen, counts = await store.mesh.view(), await store.mesh.counts()
-    assert (seen.finished_total, seen.saved_bytes_total) == (
-        counts.totals["finished_total"],
-        counts.totals["saved_bytes_total"],
-    )
-    assert seen.finished_total == 8 and seen.saved_bytes_total >= 8 * 8
-    assert seen.max_memory_bytes == counts.max_memory_bytes > 0
-    assert 0 < seen.used_memory_bytes < seen.max_memory_bytes
-    expected = seen.used_memory_bytes + 4 * seen.saved_bytes_total / seen.finished_total
-    assert seen.memory_ratio == pytest.approx(expected / seen.max_memory_bytes)
-
-
 async def sentences(store: TrajectoryStore, trajectory_id: str) -> list[str]:
     inspected = await store.inspection.inspect(trajectory_id)
     return list(inspected.history.sentences())

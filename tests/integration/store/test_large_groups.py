@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+import pytest
 
 from rollmesh.mesh import Cursor
 from rollmesh.sim.queue_model import GroupState, ModelMember, Save
@@ -12,7 +13,7 @@ from rollmesh.store import EmbeddedServer, Finish, FirstToken, ReleaseReason, Sc
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 from rollmesh.types import FinishReason
 
-from .queue_machine import QueueMachine
+from .queue_machine import DRAWS, QueueMachine, walk
 from .queue_workers import byte_count, stated
 from .store_mesh import Mesh, scored
 from .stored_keys import read_truth
@@ -20,29 +21,15 @@ from .test_script_keys import most_keys
 
 SIZE = 201
 WALK = {
-    "admit": 4,
-    "evict": 3,
-    "whole_step": 3,
-    "roll_back": 1,
-    "open_worker": 2,
-    "lease": 10,
-    "append": 3,
-    "finish": 3,
-    "score": 2,
-    "release": 2,
-    "fail": 1,
-    "restart": 1,
-    "report_first_token": 2,
-    "lose_worker": 1,
-    "stall": 1,
-    "wake": 1,
-    "redis_restarts": 1,
-    "complete_group": 3,
-    "sweep_a_slice": 6,
-    "begin_again_in_part": 12,
-    "reset_a_slice": 6,
-    "recall": 9,
-    "work_on_what_is_half_gone": 16,
+    1: "roll_back fail restart lose_worker stall wake redis_restarts",
+    2: "open_worker score release report_first_token",
+    3: "whole_step append finish complete_group",
+    4: "admit",
+    6: "sweep_a_slice reset_a_slice",
+    9: "evict recall",
+    10: "lease",
+    12: "begin_again_in_part",
+    16: "work_on_what_is_half_gone",
 }
 
 
@@ -56,6 +43,10 @@ class LargeGroups(QueueMachine):
     group_size = SIZE
     max_staleness = 0
     slices = late_writes = resets = 0
+
+    def admit(self, count: int, needed: int, spare: int) -> None:
+        if len(self.group_ids()) < 3:
+            super().admit(count, needed, spare)
 
     def sweep_a_slice(self, pick: int) -> None:
         gone = self.do(self.store.connection.command("HKEYS", self.store.connection.keys.single("dropped")))
@@ -153,35 +144,19 @@ class LargeGroups(QueueMachine):
 
 def test_a_large_group_that_is_half_gone_is_finished_by_any_actor(server: EmbeddedServer) -> None:
     LargeGroups.url = server.url
-    machine, rng = LargeGroups(), random.Random(2)
-    arguments: dict[str, Callable[[], dict[str, Any]]] = {
-        "admit": lambda: {"count": 1, "needed": SIZE, "spare": 9 * (machine.model.admitted % 2)},
-        "evict": lambda: {"pick": 3 * rng.randrange(300)},
-        "whole_step": lambda: {"count": 1},
-        "lease": lambda: {"pick": rng.randrange(1000), "limit": rng.randint(1, 64)},
-        "append": lambda: {"pick": rng.randrange(1000), "tokens": rng.randint(1, 5), "age": rng.randint(0, 1)},
-        "finish": lambda: {"pick": rng.randrange(1000), "tokens": rng.randint(1, 3)},
-        "score": lambda: {"pick": rng.randrange(1000), "reward": rng.choice([0.0, 1.0, None])},
-        "release": lambda: {"pick": rng.randrange(1000), "reason": rng.choice(list(ReleaseReason))},
-        "report_first_token": lambda: {"pick": rng.randrange(1000), "age": 0},
-        "lose_worker": lambda: {"pick": rng.randrange(1000), "dies": rng.random() < 0.6},
-    }
-    arguments["begin_again_in_part"] = lambda: {"aside": rng.random() < 0.7}
-    arguments["recall"] = lambda: {"count": 1}
-    picking = ["fail", "restart", "redis_restarts", "stall", "wake"]
-    for name in (*picking, "sweep_a_slice", "reset_a_slice", "work_on_what_is_half_gone"):
-        arguments[name] = lambda: {"pick": rng.randrange(1000)}
-    enabled = {
-        "admit": lambda: len(machine.group_ids()) < 3,
-        "whole_step": lambda: machine.ready() and not machine.model.batch,
+    machine = LargeGroups()
+    draws = DRAWS | {
+        "count": lambda _: 1,
+        "needed": lambda _: SIZE,
+        "spare": lambda _: 9 * (machine.model.admitted % 2),
+        "limit": lambda rng: rng.randint(1, 64),
+        "age": lambda rng: rng.randint(0, 1),
+        "reward": lambda rng: rng.choice([0.0, 1.0, None]),
+        "aside": lambda rng: rng.random() < 0.7,
     }
     machine.begin(filtering=True, pool=2 * SIZE, most_members=0)
     try:
-        for _ in range(600):
-            name = rng.choices(list(WALK), weights=list(WALK.values()))[0]
-            if enabled.get(name, lambda: True)():
-                getattr(machine, name)(**arguments.get(name, dict)())
-                machine.agree()
+        walk(machine, random.Random(2), 600, WALK, draws)
         reasons = set(machine.model.ended.values())
         assert {"consumed", "straggler", "rolled_back"} <= reasons, reasons
         assert min(machine.slices, machine.late_writes) >= 10, (machine.slices, machine.late_writes)
@@ -216,21 +191,24 @@ async def swept(server: EmbeddedServer, store: TrajectoryStore, mesh: Mesh) -> N
     assert (await store.mesh.counts()).trajectories["leased"] == 0
 
 
-async def test_evicting_a_large_group_keeps_to_the_bound(server: EmbeddedServer, store: TrajectoryStore) -> None:
+@pytest.mark.parametrize("reason", ["straggler", "rolled_back", "in a batch file"])
+async def test_a_large_group_that_goes_keeps_to_the_bound(
+    server: EmbeddedServer, store: TrajectoryStore, reason: str
+) -> None:
+    """In the last case Redis came back from before the group was complete; its members are leased there."""
     mesh = await half_leased(store)
-    used = await most_keys(server, store, lambda: store.leadership.evict(mesh.leader, ["e0-0"], "straggler"))
-    assert 0 < used <= MAX_KEYS_PER_SCRIPT
+    file = [(1, ["e0-0"])]
+    acts = {
+        "straggler": lambda: store.leadership.evict(mesh.leader, ["e0-0"], "straggler"),
+        "rolled_back": lambda: store.training.roll_back(mesh.trainer),
+        "in a batch file": lambda: store.training.reassert(mesh.trainer, 0, 0, file, [], Cursor(index=1)),
+    }
+    assert 0 < await most_keys(server, store, acts[reason]) <= MAX_KEYS_PER_SCRIPT
     await swept(server, store, mesh)
-    (drop,) = await store.ledger.drops()
-    assert (drop.group_id, drop.reason, drop.token_count) == ("e0-0", "straggler", 9)
-    assert await store.mesh.live_groups() == []
-
-
-async def test_rolling_back_a_large_group_keeps_to_the_bound(server: EmbeddedServer, store: TrajectoryStore) -> None:
-    mesh = await half_leased(store)
-    assert 0 < await most_keys(server, store, lambda: store.training.roll_back(mesh.trainer)) <= MAX_KEYS_PER_SCRIPT
-    await swept(server, store, mesh)
-    assert (await store.mesh.counts()).dropped_tokens == {"rolled_back": 9}
+    drops = [(drop.group_id, drop.reason, drop.token_count) for drop in await store.ledger.drops()]
+    is_cut = reason == "in a batch file"
+    assert drops == ([] if is_cut else [("e0-0", reason, 9)])
+    assert await store.mesh.live_groups() == (["e0-0"] if is_cut else [])
 
 
 async def test_sweeping_a_batch_of_large_groups_keeps_to_the_bound(
@@ -245,17 +223,3 @@ async def test_sweeping_a_batch_of_large_groups_keeps_to_the_bound(
     assert 0 < used <= MAX_KEYS_PER_SCRIPT
     await swept(server, store, mesh)
     assert await store.ledger.drops() == []
-
-
-async def test_forgetting_a_large_group_that_a_batch_file_has_keeps_to_the_bound(
-    server: EmbeddedServer, store: TrajectoryStore
-) -> None:
-    """Redis came back from before the group was complete; its members are leased there."""
-    mesh = await half_leased(store)
-
-    async def reassert() -> None:
-        await store.training.reassert(mesh.trainer, 0, 0, [(1, ["e0-0"])], [], Cursor(index=1))
-
-    assert 0 < await most_keys(server, store, reassert) <= MAX_KEYS_PER_SCRIPT
-    await swept(server, store, mesh)
-    assert await store.mesh.live_groups() == ["e0-0"], "it is cut, and not trained yet"

@@ -10,9 +10,7 @@ from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import EvalRequest, EvalResult, TrajectoryStore
 from rollmesh.store.policy_registry import HeldPin
-from rollmesh.types import GeneratorRecord, GeneratorWork
 
-from ...kit.records import generator_record
 from .store_mesh import Mesh, group, policy
 from .stored_keys import read_truth
 
@@ -72,8 +70,13 @@ async def test_a_queue_serves_the_checkpoint_store_that_it_was_filled_for_and_no
     await store.policies.announce(first, policy(0))
     again = await store.training.open_session("first", lineage="a" * 64)
     await store.policies.announce(again, policy(1))
-    with pytest.raises(SessionLost):
-        await store.policies.announce(mesh.trainer, policy(2))
+    for fenced in (
+        lambda: store.policies.announce(mesh.trainer, policy(2)),
+        lambda: store.training.claim(mesh.trainer, 1, 0.01),
+        lambda: store.training.report_trained(mesh.trainer, 1),
+    ):
+        with pytest.raises(SessionLost):
+            await fenced()
 
 
 async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) -> None:
@@ -103,30 +106,6 @@ async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) 
     assert await store.policies.held_pin() == HeldPin(policy_version=0, owner="evaluation-1")
     await store.policies.pin(None)
     assert (await store.policies.outlook()).effective == policy(1)
-
-
-async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore) -> None:
-    def record(instance_id: str, running: int) -> GeneratorRecord:
-        return generator_record(
-            instance_id,
-            running_count=running,
-            slot_count=4,
-            work=GeneratorWork(
-                prefill_tokens=100,
-                reprefill_tokens=7,
-                running_slot_seconds=1.5,
-                slot_seconds=2.25,
-                generated_tokens=90,
-            ),
-        )
-
-    await store.generators.register(record("a", 1), 30.0)
-    await store.generators.register(record("a", 2), 30.0)
-    await store.generators.register(record("b", 1), 30.0)
-    await store.connection.command("ZADD", store.connection.keys.single("generator_expiry"), 1, "b")
-    assert await store.generators.live() == [record("a", 2)]
-    await store.generators.deregister("a")
-    assert await store.generators.live() == []
 
 
 async def test_expired_sessions_are_reaped_after_the_grace_of_a_new_leader(store: TrajectoryStore) -> None:
@@ -291,11 +270,7 @@ async def test_an_evaluation_is_done_once_even_if_its_worker_dies(store: Traject
 async def test_tombstones_become_a_floor_below_which_nothing_is_admitted_again(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_staleness=1000, groups=4, completed=True)
     for step in range(1, 4):
-        await store.leadership.cut(mesh.leader, step, [f"e0-{step - 1}"])
-        await store.training.claim(mesh.trainer, step, 1.0)
-        await store.training.confirm_batch_file(mesh.trainer, step, "d")
-        # Keep the tombstones of one step only.
-        await store.connection.run("report_trained", mesh.trainer, step, 1)
+        await mesh.train(step, [f"e0-{step - 1}"], tombstone_steps=1)
     assert (await read_truth(store)).tombstones == {"e0-1", "e0-2"}
     await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 0)
     groups = [group(i) for i in range(6)]

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import SessionLost, StoreUnavailable
-from rollmesh.mesh import Cursor, RunLimits
+from rollmesh.mesh import Cursor
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import EmbeddedServer, ReRegistered, TrajectoryStore
-from rollmesh.store.redis_connection import StoreCallMetrics
+from rollmesh.store.redis_connection import StoreCallObserver
 from rollmesh.worker.worker_session import WorkerSession
 
 from ...kit.records import generator_record
-from .store_mesh import Mesh, earlier_state, policy
+from ...kit.waiting import reached
+from .store_mesh import Mesh, earlier_state, limits, policy
 
 
 async def test_a_cancelled_caller_always_ends(store: TrajectoryStore) -> None:
@@ -60,18 +59,6 @@ async def test_a_caller_that_is_cancelled_while_its_connection_is_released_leaks
             await asyncio.sleep(0)
 
 
-LIMITS = RunLimits(
-    group_size=2,
-    groups_per_batch=2,
-    max_staleness=1,
-    max_attempts=2,
-    session_ttl_seconds=5.0,
-    filter_zero_variance=False,
-    mask_old_segments=False,
-    train_steps=3,
-)
-
-
 def shown(metrics: Metrics, name: str) -> float:
     return metrics.registry.get_sample_value(f"rollmesh_reward_store_call_{name}") or 0.0
 
@@ -79,10 +66,10 @@ def shown(metrics: Metrics, name: str) -> float:
 async def test_calls_are_timed_and_tries_without_an_answer_counted(own_server: EmbeddedServer) -> None:
     metrics = Metrics("reward")
     store = await TrajectoryStore.connect(
-        StoreConfig(), run="timed", url=own_server.url, retry_seconds=60.0, observer=StoreCallMetrics(metrics, Waits())
+        StoreConfig(), run="timed", url=own_server.url, retry_seconds=60.0, observer=StoreCallObserver(Waits(), metrics)
     )
     async with store:
-        await store.limits.init_run(LIMITS)
+        await store.limits.init_run(limits())
         await store.mesh.view()
         before = shown(metrics, "seconds_count")
         await store.mesh.view()
@@ -160,60 +147,37 @@ async def set_back(store: TrajectoryStore) -> None:
             await command("ZINCRBY", key, HOUR_MS, name)
 
 
-async def soon(condition: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + 60
-    while not await condition():
-        assert time.monotonic() < deadline, "held up by the clock"
-        await asyncio.sleep(0.02)
-
-
-async def test_a_clock_that_was_set_back_does_not_hold_up_reaping(store: TrajectoryStore) -> None:
+@pytest.mark.parametrize("recovers", [False, True])
+async def test_a_clock_that_was_set_back_holds_up_neither_reaping_nor_the_end_of_a_recovery(
+    store: TrajectoryStore, recovers: bool
+) -> None:
     mesh = await Mesh.start(store, session_ttl_seconds=CLOCK_TTL, groups=2)
     assert len(await store.trajectories.lease(mesh.session, 4)) == 4
+    if recovers:
+        await store.training.close_session(mesh.trainer)
+        await store.connection.command("HSET", store.connection.keys.single("meta"), "run_id", "another")
+        assert await store.recovery.begin()
     await set_back(store)
-
-    async def reaped() -> bool:
-        return await store.leadership.reap(mesh.leader) == 4
-
-    await soon(reaped)
+    assert await reached(lambda: store.leadership.reap(mesh.leader)) == 4
     assert (await store.mesh.view()).leased == 0
-
-
-async def test_a_clock_that_was_set_back_does_not_hold_up_the_end_of_a_recovery(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, session_ttl_seconds=CLOCK_TTL, groups=2)
-    assert len(await store.trajectories.lease(mesh.session, 4)) == 4
-    await store.training.close_session(mesh.trainer)
-    await store.connection.command("HSET", store.connection.keys.single("meta"), "run_id", "another")
-    assert await store.recovery.begin()
-    await set_back(store)
-
-    async def reaped() -> bool:
-        return await store.leadership.reap(mesh.leader) == 4
-
-    await soon(reaped)
 
 
 async def test_a_clock_that_was_set_back_does_not_keep_a_dead_leader_in_the_lead(store: TrajectoryStore) -> None:
     await Mesh.start(store, session_ttl_seconds=CLOCK_TTL)
     await set_back(store)
-
-    async def leads() -> bool:
-        return await store.leadership.acquire("another") is not None
-
-    await soon(leads)
+    await reached(lambda: store.leadership.acquire("another"))
 
 
 async def test_a_clock_that_was_set_back_does_not_keep_a_dead_generator_in_the_registry(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, session_ttl_seconds=CLOCK_TTL)
-    dead = generator_record("dead")
-    await store.generators.register(dead, CLOCK_TTL)
+    await store.generators.register(generator_record("dead"), CLOCK_TTL)
     await set_back(store)
 
     async def forgotten() -> bool:
         await store.leadership.reap(mesh.leader)
         return not await store.generators.live() and (await store.mesh.view()).registered_generators == 0
 
-    await soon(forgotten)
+    await reached(forgotten)
 
 
 TTL = 60.0

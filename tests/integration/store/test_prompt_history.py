@@ -72,23 +72,6 @@ async def test_a_member_is_solved_by_its_outcome_and_without_one_by_its_reward(s
     assert {i: (r.solved, r.reward_sum) for i, r in (await history(store)).items()} == {"0": (1, -0.25), "1": (1, 0.5)}
 
 
-async def test_a_group_without_two_scores_and_a_replayed_one_are_in_the_history(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, keeps_history=True)
-    await admit(mesh, (0, 0))
-    await end(mesh, "e0-0", (4, 1.0))
-    for member in (1, 2, 3):  # the other member and its replacements
-        assert await store.trajectories.fail(mesh.session, [(f"e0-0.{member}", "broke")]) == 1
-        await store.trajectories.lease(mesh.session, 8)
-    assert (await store.mesh.counts()).drops == {"too_few_scored": 1}
-    assert (await history(store))["0"].members == 1
-    (letter, *_) = await store.dead_letters.newest()
-    replayed = await store.dead_letters.replay(letter.trajectory_id)
-    assert await store.leadership.admit_replays(mesh.leader, 1) == 1
-    await store.trajectories.lease(mesh.session, 8)
-    await end(mesh, replayed, (2, 1.0), (2, 0.0))
-    assert (await history(store))["0"].groups == 2
-
-
 async def test_a_run_that_does_not_ask_keeps_no_history(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await admit(mesh, (0, 0))
@@ -146,21 +129,6 @@ async def test_a_damaged_batch_file_costs_its_own_outcomes_only(store: Trajector
     )
     assert set(await history(store)) == {"0", "1"}
     assert await store.prompt_records.unsaved(mesh.trainer, 5) == []
-
-
-async def test_a_restored_redis_counts_no_group_twice(store: TrajectoryStore) -> None:
-    """e0-0 ended before the restored state, e0-1 is open in it and ends again, e0-2 is unknown to it."""
-    mesh = await Mesh.start(store, keeps_history=True)
-    await admit(mesh, (0, 0), (0, 1))
-    await end(mesh, "e0-0", (4, 0.5), (6, 0.0))
-    file = [PromptOutcome(f"e0-{i}", str(i), 2, 1, 500_000, 10, 6, 0) for i in range(3)]
-    await reassert(mesh, [file])
-    await end(mesh, "e0-1", (4, 0.5), (6, 0.0))
-    assert {i: (r.groups, r.token_sum) for i, r in (await history(store)).items()} == {
-        "0": (1, 10),
-        "1": (1, 10),
-        "2": (1, 10),
-    }
 
 
 async def test_a_trainer_that_dies_between_two_slices_of_a_file_loses_and_doubles_nothing(

@@ -11,6 +11,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import TrajectoryStore
 
 from .store_mesh import Mesh, limits, policy
+from .stored_keys import read_truth
 
 
 async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollback(store: TrajectoryStore) -> None:
@@ -21,6 +22,7 @@ async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollb
         assert await store.connection.run("roll_back", mesh.trainer, 1, "first") == answer
         view = await store.mesh.view()
         assert (view.cut_step, view.ready) == (0, ())
+        assert (await read_truth(store)).problems == [], "the groups of the cut are ready with their tokens"
         with pytest.raises(Conflict, match="abandons"):
             await store.leadership.cut(mesh.leader, 1, ["e0-1", "e0-2"])
     restarted = await store.training.open_session("restarted")

@@ -12,13 +12,12 @@ from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Cursor
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store import Append, Finish, ReleaseReason, TrajectoryStore, WriteStatus
-from rollmesh.types import FinishReason
+from rollmesh.store import Append, ReleaseReason, TrajectoryStore, WriteStatus
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 from rollmesh.worker.saving import Saver
 from rollmesh.worker.worker_session import WorkerSession
 
-from .store_mesh import Forgetful, Mesh, dump, environment_segment, group, policy, segment
+from .store_mesh import Forgetful, Mesh, environment_segment, group, policy, segment
 from .stored_keys import read_truth
 
 
@@ -162,48 +161,6 @@ async def test_a_snapshot_of_a_slow_step_is_not_stored_in_the_next_incarnation(s
 
 BIG = 30_000
 """Tokens of a segment, or a prompt, over the limit for what travels inline."""
-
-
-async def two_leased(store: TrajectoryStore) -> Mesh:
-    mesh = await Mesh.start(store, pool_size=4, groups=3)
-    assert len(await store.trajectories.lease(mesh.session, 2)) == 2
-    return mesh
-
-
-async def test_a_save_whose_second_upload_is_gone_changes_nothing_and_is_sent_again(store: TrajectoryStore) -> None:
-    mesh = await two_leased(store)
-    redis = Forgetful(store, "append", store.connection.keys.of("chunk", "e0-0.1:*"))
-    items = [
-        Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(3), environment_segment(BIG)]),
-        Append(trajectory_id="e0-0.1", token_offset=0, segments=[segment(2), environment_segment(BIG + 1)]),
-    ]
-    results = await store.trajectories.append(mesh.session, items)
-    assert [(r.status, r.saved_token_count) for r in results] == [(1, BIG + 3), (1, BIG + 3)]
-    assert redis.refused == 1
-    counts = await store.mesh.counts()
-    assert counts.totals["saved_tokens_total"] == 2 * (BIG + 3)
-    assert not any(goes for _, goes in (await dump(store)).values()), "every upload is linked"
-
-
-async def test_a_finish_whose_second_upload_is_gone_changes_nothing_and_counts_once(store: TrajectoryStore) -> None:
-    mesh = await two_leased(store)
-    redis = Forgetful(store, "finish", store.connection.keys.of("chunk", "e0-0.1:*"))
-    items = [
-        Finish(trajectory_id=i, token_offset=0, segments=[segment(3), *more], finish_reason=FinishReason.STOP)
-        for i, more in (("e0-0.0", []), ("e0-0.1", [environment_segment(BIG)]))
-    ]
-    results = await store.trajectories.finish(mesh.session, items)
-    assert [r.status for r in results] == [WriteStatus.SAVED, WriteStatus.SAVED]
-    assert redis.refused == 1
-    counts = await store.mesh.counts()
-    assert (counts.trajectories["leased"], counts.trajectories["finished"]) == (0, 2)
-    assert counts.totals["finished_total"] == sum(counts.finished_lengths.values()) == 2
-    for trajectory_id, value in (("e0-0.0", 0.0), ("e0-0.1", 1.0)):
-        assert await mesh.score(trajectory_id, value) == WriteStatus.SAVED
-    # The pool has room for all that waits: nothing that is not held counts as leased.
-    assert len(await store.trajectories.lease(await store.sessions.open("another"), 4)) == 4
-    truth = await read_truth(store)
-    assert (truth.problems, truth.groups["e0-0"]) == ([], "ready")
 
 
 async def test_an_admission_whose_second_prompt_is_gone_changes_nothing_and_is_sent_again(

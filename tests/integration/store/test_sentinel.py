@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.embedded import find_server_binary
 
+from ...kit.waiting import until
 from .load import LoadedMesh
 from .loaded_workers import Shape
 
@@ -46,7 +46,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, EmbeddedServer, str]]
     with open(tmp_path / "sentinel.log", "wb") as log:
         process = subprocess.Popen([str(find_server_binary()), str(config), "--sentinel"], stdout=log, stderr=log)
     try:
-        wait_for_replica(port)
+        until(lambda: sees_replica(port), "a sentinel that sees the replica")
         yield master, replica, f"redis+sentinel://127.0.0.1:{port}/{SERVICE}"
     finally:
         process.kill()
@@ -55,18 +55,13 @@ def pair(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, EmbeddedServer, str]]
             server.kill()
 
 
-def wait_for_replica(port: int) -> None:
-    deadline = time.monotonic() + 120.0
-    with redis.Redis(port=port, decode_responses=True) as client:
-        while time.monotonic() < deadline:
-            try:
-                replicas = client.sentinel_slaves(SERVICE)
-            except redis.RedisError:
-                replicas = []
-            if any(r["master-link-status"] == "ok" and not r["is_disconnected"] for r in replicas):
-                return
-            time.sleep(0.05)
-    raise AssertionError("the sentinel does not see the replica")
+def sees_replica(port: int) -> bool:
+    try:
+        with redis.Redis(port=port, decode_responses=True) as client:
+            replicas = client.sentinel_slaves(SERVICE)
+    except redis.RedisError:
+        return False
+    return any(r["master-link-status"] == "ok" and not r["is_disconnected"] for r in replicas)
 
 
 async def test_a_failover_loses_no_group_and_trains_none_twice(

@@ -22,7 +22,7 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.health import Waits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore, embedded
 from rollmesh.store.embedded import find_server_binary
-from rollmesh.store.redis_connection import StoreCallWaits
+from rollmesh.store.redis_connection import StoreCallObserver
 
 from ...kit.waiting import reached
 from .store_mesh import Mesh
@@ -96,7 +96,7 @@ async def test_a_server_that_does_not_answer_is_named_as_such(
 async def test_a_server_that_hangs_shows_within_seconds_and_no_more_once_it_answers(own_server: EmbeddedServer) -> None:
     waits = Waits()
     async with await TrajectoryStore.connect(
-        StoreConfig(), run="hangs", url=own_server.url, observer=StoreCallWaits(waits)
+        StoreConfig(), run="hangs", url=own_server.url, observer=StoreCallObserver(waits)
     ) as store:
         assert own_server.pid is not None
         os.kill(own_server.pid, signal.SIGSTOP)

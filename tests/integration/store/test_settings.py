@@ -95,6 +95,9 @@ async def test_a_pin_a_scale_target_and_a_rollback_that_redis_has_forgotten_are_
     assert await gateway.scaling.requests() == {"generator": 3}
     request = await gateway.rollbacks.pending()
     assert request is not None and request.policy_version == 0
+    await back_as_it_was_before(durable_server, lambda: gateway.policies.pin(None))
+    await gateway.mesh.view()
+    assert await gateway.policies.pinned() is None, "the end of a pin is an order too"
 
 
 async def test_a_rollback_that_was_carried_out_is_not_asked_for_again(
@@ -140,14 +143,6 @@ async def test_an_operators_pause_and_the_launchers_are_two_switches(clients: Cl
     await store.settings.set_user_paused(False)
     view = await store.mesh.view()
     assert (view.user_paused, view.launcher_paused) == (False, True)
-
-
-async def test_nothing_is_leased_while_the_launcher_pauses(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=1)
-    await store.settings.set_launcher_paused(True)
-    assert await store.trajectories.lease(mesh.session, 1) == []
-    await store.settings.set_launcher_paused(False)
-    assert len(await store.trajectories.lease(mesh.session, 1)) == 1
 
 
 async def test_the_newest_wish_holds_until_it_is_taken_back(store: TrajectoryStore) -> None:

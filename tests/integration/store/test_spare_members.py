@@ -43,17 +43,6 @@ async def test_the_last_needed_score_cuts_off_members_in_every_state(store: Traj
     assert await store.trajectories.lease(mesh.session, 8) == []
 
 
-async def test_a_group_without_spare_members_waits_for_its_forks(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, most_members=3, groups=1)
-    first, second = await store.trajectories.lease(mesh.session, 2)
-    await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
-    refused = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "b")
-    assert refused.status == "group_full"
-    await mesh.complete(first, 1.0)
-    await mesh.complete(second, 0.0)
-    assert (await store.mesh.view()).open_groups == 1
-
-
 async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=1)
     first, second = await store.trajectories.lease(mesh.session, 2)

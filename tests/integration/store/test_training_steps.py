@@ -29,9 +29,7 @@ async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: Tr
         await store.leadership.cut(mesh.leader, 1, ["e0-1"])
     with pytest.raises(Conflict, match="trained_step is 0"):
         await store.leadership.cut(mesh.leader, 2, ["e0-1"])
-    await store.training.claim(mesh.trainer, 1, 1.0)
-    await store.training.confirm_batch_file(mesh.trainer, 1, "d")
-    await store.training.report_trained(mesh.trainer, 1)
+    await mesh.train(1)
     with pytest.raises(Conflict, match="staleness 1, over the bound of 0"):
         await store.leadership.cut(mesh.leader, 2, ["e0-1"])
 
@@ -73,16 +71,6 @@ async def test_a_batch_of_small_and_large_groups_is_claimed_whole_and_in_order(s
             ids = np.concatenate([part.token_ids for part in trajectory.segments])
             assert ids.tolist() == list(range(trajectory.response_token_count))
             assert trajectory.shaped_reward == trajectory.member_index
-
-
-async def test_only_the_newest_trainer_session_counts(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    second = await store.training.open_session("second")
-    with pytest.raises(SessionLost):
-        await store.policies.announce(mesh.trainer, policy(1))
-    with pytest.raises(SessionLost):
-        await store.training.claim(mesh.trainer, 1, 0.01) or await store.training.report_trained(mesh.trainer, 1)
-    await store.policies.announce(second, policy(1))
 
 
 def reports(*steps: int, attempt: int = 0) -> list[dict[str, Any]]:
@@ -176,12 +164,6 @@ async def test_time_before_the_end_of_a_pause_does_not_count(store: TrajectorySt
     assert last.ready_seconds <= last.now - first.now + 0.001  # whole milliseconds
 
 
-async def train(mesh: Mesh, step: int) -> None:
-    await mesh.store.training.claim(mesh.trainer, step, 1.0)
-    await mesh.store.training.confirm_batch_file(mesh.trainer, step, "d")
-    await mesh.store.training.report_trained(mesh.trainer, step)
-
-
 async def test_an_update_lasts_from_its_cut_to_its_announcement_and_the_next_cut_may_come_between(
     store: TrajectoryStore,
 ) -> None:
@@ -193,7 +175,7 @@ async def test_an_update_lasts_from_its_cut_to_its_announcement_and_the_next_cut
     first = await store.mesh.view()
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await set_back(store, meta, "cut_at", 7)
-    await train(mesh, 1)
+    await mesh.train(1)
     await store.leadership.cut(mesh.leader, 2, ["e0-2", "e0-3"])
     assert (await store.mesh.view()).update_seconds is None
     await store.policies.announce(mesh.trainer, policy(1))
@@ -203,7 +185,7 @@ async def test_an_update_lasts_from_its_cut_to_its_announcement_and_the_next_cut
     # The trainer was busy with step 1 when step 2 was cut, so step 2 began 11 s ago: 7 + (11 - 7) / 4 = 8.
     await set_back(store, meta, "cut_at", 50)
     await set_back(store, meta, "announced_at", 11)
-    await train(mesh, 2)
+    await mesh.train(2)
     await store.policies.announce(mesh.trainer, policy(2))
     two = await store.mesh.view()
     assert two.update_seconds is not None
@@ -217,7 +199,7 @@ async def test_an_update_that_another_trainer_finishes_has_no_time(store: Trajec
     await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await set_back(store, store.connection.keys.single("meta"), "cut_at", 3600)
     mesh.trainer = await store.training.open_session("restarted")
-    await train(mesh, 1)
+    await mesh.train(1)
     await store.policies.announce(mesh.trainer, policy(1))
     assert (await store.mesh.view()).update_seconds is None
 

@@ -9,10 +9,8 @@ import pytest
 
 from rollmesh.errors import StoreError
 from rollmesh.mesh import DropReason, WasteReason
-from rollmesh.store.scripts import Keys, compose, load_scripts, lua_preamble
+from rollmesh.store.scripts import Keys, Libraries, compose, load_scripts, lua_preamble
 from rollmesh.types import TrajectoryState
-
-from .lua_source import header_problem, split_functions
 
 SCRIPTS = load_scripts()
 ALLOCATE = {
@@ -46,67 +44,47 @@ def test_lua_and_python_build_the_same_names() -> None:
     assert "local function group_key(id) return P .. 'g:' .. id end" in text
 
 
+LIBRARIES = Libraries(
+    {
+        "core": "local call = redis.call\nlocal SEEN, GONE = 1, 2",
+        "first": "local function first(id)\n  return call('GET', id)  -- not a call of second()\nend",
+        "second": "local function second(id)\n  return first(id) + SEEN\nend",
+        "third": "local function third(id)\n  return first(second(id))\nend",
+    }
+)
+
+
 @pytest.mark.parametrize("body", ["call('GET', K.mta)", "call('GET', grp_key(x))", "return S.leasd", "return R.lost"])
 def test_an_unknown_key_in_a_script_is_found_at_load(body: str) -> None:
     with pytest.raises(KeyError, match="unknown keys, states or reasons"):
-        compose("bad", f"#!lua\n-- uses:\n{body}", {})
+        compose("bad", f"#!lua\n{body}", LIBRARIES)
 
 
 def test_a_script_without_flags_is_refused() -> None:
     with pytest.raises(StoreError, match="first line"):
-        compose("bad", "return 1", {})
-
-
-LIBRARIES = {
-    "core": "-- uses:\nlocal call = redis.call\nlocal SEEN, GONE = 1, 2",
-    "first": "-- uses: core\nlocal function first(id)\n  return call('GET', id)  -- not a call of second()\nend",
-    "second": "-- uses: core first\nlocal function second(id)\n  return first(id) + SEEN\nend",
-    "third": "-- uses: first second\nlocal function third(id)\n  return first(second(id))\nend",
-}
-
-
-def test_a_script_gets_the_libraries_that_it_lists_and_those_that_they_list_in_order_and_no_other() -> None:
-    text = compose("one", "#!lua\n-- uses: core second\nreturn second(KEYS[1]) + GONE", LIBRARIES).text
-    order = [
-        text.index(part) for part in ("local call", "local function first", "local function second", "return second")
-    ]
-    assert order == sorted(order)
-    assert text.count("local SEEN, GONE") == 1
-    assert "third" not in text
+        compose("bad", "return 1", LIBRARIES)
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "linked"),
     [
-        ("return 1", "is missing"),
-        ("-- uses: core fourth\nreturn 1", r"no library file fourth; there are back, bare, core"),
-        ("-- uses: loop\nreturn 1", r"lib/back.lua: library file loop uses itself: loop -> back -> loop"),
-        ("-- uses: bare\nreturn 1", r"lib/bare.lua: .* is missing"),
+        ("return second(KEYS[1]) + GONE", ["local call", "local function first", "local function second"]),
+        ("-- third()\nreturn {'first', x.second, SEEN}", ["local call"]),
+        ("return x.y..first(1)", ["local call", "local function first"]),
+        ("return 1", []),
     ],
 )
-def test_a_header_that_cannot_be_followed_is_refused(text: str, problem: str) -> None:
-    libraries = {**LIBRARIES, "loop": "-- uses: back\n", "back": "-- uses: loop\n", "bare": "local x = 1"}
-    with pytest.raises(StoreError, match=problem):
-        compose("bad", f"#!lua\n{text}", libraries)
+def test_a_script_gets_the_libraries_that_it_uses_and_those_that_they_use_in_order_and_no_other(
+    text: str, linked: list[str]
+) -> None:
+    found = LIBRARIES.linked(text)
+    assert [part[: len(start)] for part, start in zip(found, linked, strict=True)] == linked
+    assert compose("one", f"#!lua\n{text}", LIBRARIES).text.endswith("\n".join([*found, text]))
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("-- uses: core first\nreturn first(call('GET', 'x'))", None),
-        ("-- uses: core\nreturn first(call('GET', 'x'))", "it calls first and does not list it"),
-        ("-- uses: core first\nreturn call('GET', 'x')", "it lists first and does not call it"),
-        ("-- uses: core\n-- third()\nreturn {call('first'), x.second}", None),
-        ("-- uses:\nreturn 'x'..second(1)", "it calls second and does not list it"),
-        ("-- uses:\nreturn x.y..third(1)", "it calls third and does not list it"),
-        ('-- uses:\nreturn "first"', "single quotes"),
-        ("-- uses:\n--[[ first\n]] return 1", "single quotes"),
-        ("-- uses:\nreturn [[first]]", "single quotes"),
-    ],
-)
-def test_a_missing_or_unused_header_entry_is_found(text: str, problem: str | None) -> None:
-    found = header_problem("one", text, LIBRARIES)
-    assert found is None if problem is None else found is not None and problem in found
+def test_a_name_of_two_libraries_is_refused() -> None:
+    with pytest.raises(StoreError, match="call is defined in lib/second.lua and in lib/first.lua"):
+        Libraries({"first": "local call = 1", "second": "local function call() end"})
 
 
 def test_no_function_of_a_script_is_called_above_its_definition() -> None:
@@ -151,12 +129,23 @@ def test_a_script_names_keys_through_the_preamble_only() -> None:
 FOLDER = resources.files("rollmesh.store") / "scripts"
 BODIES = {f.name: f.read_text() for f in FOLDER.iterdir() if f.name.endswith(".lua")}
 LIBRARY = {f.name.removesuffix(".lua"): f.read_text() for f in (FOLDER / "lib").iterdir()}
+
+
+def split_functions(text: str) -> dict[str, str]:
+    """Split a library file into its top-level ``local`` statements, by every name they define; drops comment lines."""
+    text = re.sub(r"^--.*\n", "", text, flags=re.MULTILINE)
+    parts = re.split(r"^(?=local )", text, flags=re.MULTILINE)[1:]
+    named = [(re.findall(r"^local (?:function )?(\w+(?:, \w+)*)", part), part.rstrip()) for part in parts]
+    return {name: part for names, part in named for name in names[0].split(", ")}
+
+
 FUNCTIONS = {name: part for text in LIBRARY.values() for name, part in split_functions(text).items()}
 
 
-def test_the_header_of_a_file_lists_exactly_the_libraries_that_it_calls() -> None:
-    texts = {name: body.partition("\n")[2] for name, body in BODIES.items()} | LIBRARY
-    assert [problem for name, text in texts.items() if (problem := header_problem(name, text, LIBRARY))] == []
+def test_lua_has_strings_in_single_quotes_and_comments_of_one_line() -> None:
+    """``Libraries`` reads no other: a name in one would count as a use."""
+    code = {name: re.sub(r"--.*|'[^'\n]*'", "", text) for name, text in (BODIES | LIBRARY).items()}
+    assert [name for name, text in code.items() if '"' in text or "[[" in text] == []
 
 
 READS = (

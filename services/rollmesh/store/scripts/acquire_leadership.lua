@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core fence
 -- Gives the leadership lease to a candidate. ARGV: new token, candidate name. Returns 1 when the token leads.
 local meta = call('HMGET', K.meta, 'leader', 'leader_until')
 if meta[1] and meta[1] ~= ARGV[1] and now() < recorded_time('leader_until', meta[2], now() + ttl_ms()) then return 0 end

@@ -1,5 +1,4 @@
 #!lua
--- uses: core counters fence places roles rounds
 -- Opens groups with their pending trajectories and advances the cursor.
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
 --   id, needed, launched, epoch, index, prompt bytes ('' when it was uploaded under its own key, with the nonce), prompt

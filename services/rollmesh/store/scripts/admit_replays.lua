@@ -1,5 +1,4 @@
 #!lua
--- uses: core fence places roles rounds
 -- Opens waiting groups of replayed dead letters, the oldest request first. ARGV: leader, nonce, maximum number of groups.
 -- Returns the number of opened groups.
 require_leader(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: branch core roles times
 -- Registers a published policy. ARGV: trainer, version, train step, path, manifest digest. Returns 0 for a repeat.
 require_trainer(ARGV[1])
 local version = tonumber(ARGV[2])

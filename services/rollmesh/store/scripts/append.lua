@@ -1,5 +1,4 @@
 #!lua
--- uses: core counters save
 -- Saves tokens of leased trajectories. ARGV: session, number of items, then the items (lib/save.lua).
 -- Returns (status, saved tokens) per item.
 local items, reply = read_items(3, tonumber(ARGV[2])), {}

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core
 -- Takes or renews a lease to load a policy. ARGV: token, leases at once, time to live in milliseconds, 1 to take one above
 -- the limit. Returns 1 when the token holds one, else 0; then each holder and the milliseconds until its lease ends.
 -- An end after the longest time to live was written before the clock of the host was set back (reap).

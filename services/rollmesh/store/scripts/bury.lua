@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: bury core counters group
 -- Turns held trajectories into dead letters. ARGV: session, then (id, reason) each. Returns their number.
 local buried = 0
 for at = 2, #ARGV, 2 do

@@ -1,5 +1,4 @@
 #!lua flags=no-writes,allow-oom
--- uses: batch_rows core roles
 -- Reads a slice of a batch; changes nothing.
 -- ARGV: trainer, train step, first and last group, maximum payload of the reply in tokens (of eight bytes).
 -- Returns the rows of lib/batch_rows.lua in training order; nothing before the cut and past the end.

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core roles
 -- Claims the oldest waiting evaluation; a session with a claim gets it again. ARGV: session. Returns its id or ''.
 require_session(ARGV[1])
 local claims = call('HGETALL', K.evaluation_claims)

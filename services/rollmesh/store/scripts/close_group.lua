@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters fence group history roles rounds settle
 -- Closes an undecided group, which is then ready or dropped. ARGV: leader, group, its current round, then per scored
 -- member in order: number, reward, kept tokens ('' for all). Without members the rewards stay as they are.
 -- Returns 1; 0 if the group is not undecided in that round, which a retry finds.

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters give_back
 -- Closes a session and releases a slice of its trajectories. ARGV: session, slice size, '1' when attempts do not count.
 -- Returns the number of released trajectories; 0 means that none is left.
 if call('ZREM', K.sessions, ARGV[1]) == 1 then call('SADD', K.closing, ARGV[1]) end

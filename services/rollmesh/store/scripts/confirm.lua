@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters roles sweep
 -- Confirms that a batch file is on disk and deletes the payloads of the first groups; sweep deletes the others.
 -- ARGV: trainer, train step, digest, groups of this call, group ids. Returns the number of groups in the batch, 0 when
 -- the batch is deleted.

@@ -1,5 +1,4 @@
 #!lua flags=no-writes,allow-oom
--- uses: core
 -- Returns a map: the size of every state, totals, drops and memory.
 local memory = call('INFO', 'memory')
 return {map = {

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters fence roles
 -- Fixes the members and the order of one batch: ready -> cut(s). ARGV: leader, train step, group ids.
 require_leader(ARGV[1])
 local step = tonumber(ARGV[2])

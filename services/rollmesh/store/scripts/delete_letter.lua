@@ -1,4 +1,3 @@
 #!lua flags=allow-oom
--- uses: letters
 -- Deletes a dead letter and its payload. ARGV: trajectory id. Returns 1 when it existed.
 return forget_letter(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: registry
 -- Removes the record of a generator. ARGV: instance id.
 remove_generators({ARGV[1]})
 next_registry_version()

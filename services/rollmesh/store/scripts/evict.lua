@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters drop fence group history roles
 -- Drops open and ready groups, and groups that were set aside; the history counts each as a group of its prompt.
 -- ARGV: leader, reason, group ids. Returns the number of dropped groups.
 require_leader(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua
--- uses: core counters fence group places roles rounds
 -- Begins the next round of an undecided group. ARGV: leader, group, its current round, members needed to end the next
 -- round, members to launch, plan (JSON). Returns 1; 0 if the group is not undecided in that round, which a retry finds.
 require_leader(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua
--- uses: core counters lengths save save_status
 -- Saves the last tokens and the finish reason: leased -> finished. ARGV and reply as in append.
 local items, reply, lengths = read_items(3, tonumber(ARGV[2])), {}, {}
 check(items)

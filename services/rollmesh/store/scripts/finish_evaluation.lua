@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core
 -- Records the result of an evaluation; the first result of its holder counts. ARGV: session, id, result (JSON).
 local result = call('HGET', evaluation_key(ARGV[2]), 'result')
 if result then

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core roles settings
 -- Removes a rollback request that was completed or rejected; a newer request stays. ARGV: trainer, id.
 -- Returns the number of the setting, 0 when it stays.
 require_trainer(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters drop group roles
 -- Deletes the records of re-asserted groups, which are in their batch file. ARGV: trainer, group ids of this slice.
 -- Returns the number of groups that had records.
 require_trainer(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua
--- uses: core counters fence group roles
 -- Adds a member to the group of a held trajectory and leases it to the same session: its agent continues with a context
 -- that the trajectory does not contain. A group has at most `most_members` members, replacements included, and the pool at
 -- most pool_size. ARGV: session, trajectory, nonce.

@@ -1,5 +1,4 @@
 #!lua flags=no-writes,allow-oom
--- uses: core payload
 -- Returns the records of live generators written after a registry version. ARGV: version; 0 returns all records.
 -- The reply is the version, the number of live generators, 1 when it has all of them, then (milliseconds to live, record)
 -- each.

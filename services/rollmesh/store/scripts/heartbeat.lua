@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core fence roles
 -- Renews a session. ARGV: session. Returns the run_id of the server; after a change the worker re-registers.
 recovering()
 require_session(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core fence
 -- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Fixed settings
 -- (`schedule.<field>`) are text and in K.meta; K.limits has numbers. Every service starts with this script, so it must
 -- run when memory is short: memory is freed by training a batch, and the trainer restarts too.

@@ -1,5 +1,4 @@
 #!lua
--- uses: core
 -- Saves the state of a trajectory's environment after a turn, replacing the older one.
 -- ARGV: session, trajectory id, incarnation, bytes. Returns 1 when the session holds this incarnation.
 local v = call('HMGET', trajectory_key(ARGV[2]), 'session', 'state', 'incarnation')

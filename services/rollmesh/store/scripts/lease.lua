@@ -1,5 +1,4 @@
 #!lua
--- uses: bury core counters drop fence group places roles rounds
 -- pending | partial | resting -> leased, at most pool_size over the whole mesh: partial trajectories in the resume order
 -- of the run, by default those of the oldest group first, among them those that rested long enough; then pending ones in
 -- its start order (lib/places.lua).

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: bury core counters drop fence group roles
 -- Leases finished trajectories without a worker, oldest group first; their scores complete batches, which frees memory.
 -- A trajectory without a score after max_attempts of these leases becomes a dead letter. ARGV: session, nonce, limit.
 -- Reply as in lease, with the number of attempts to score it.

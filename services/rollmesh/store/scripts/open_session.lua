@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core fence
 -- Opens a worker session. ARGV: new token, worker name.
 recovering()
 call('ZADD', K.sessions, now() + ttl_ms(), ARGV[1])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core
 -- Opens a trainer session. ARGV: new token, name, lineage of the checkpoint store ('' skips the check). The newest
 -- session is current; a fenced token never becomes current again.
 local meta = call('HMGET', K.meta, 'lineage', 'trainer')

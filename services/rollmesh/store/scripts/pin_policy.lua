@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core settings
 -- Pins generators to a policy version. ARGV: version, '' to unpin; owner, '' for the operator, who overrides every pin,
 -- else an evaluation, which overrides no other owner and removes only its own pin; instance, one generator or '' for all.
 -- Returns the number of an operator's setting, else 0.

@@ -1,5 +1,4 @@
 #!lua flags=no-writes,allow-oom
--- uses: core
 -- Returns the record name of each unfinished group that has one: of open groups, and of those that are set aside.
 local names = {}
 for _, queue in ipairs({K.open, K.aside}) do

@@ -1,5 +1,4 @@
 #!lua flags=no-writes,allow-oom
--- uses: batch_rows core roles
 -- Reads ready groups of a batch that is not cut yet, in admission order; changes nothing. ARGV: trainer, train step,
 -- number of groups, maximum payload of the reply in tokens (of eight bytes), ids of groups that the caller has.
 -- Returns the rows of lib/batch_rows.lua; nothing while fewer groups are ready, and after the cut.

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core fence roles
 -- Declares expired sessions dead, but not within one TTL of a new leader or of a recovery. ARGV: leader.
 -- Returns the sessions whose trajectories must be released (close_session), steps to sweep, dropped groups,
 -- and groups that begin again.

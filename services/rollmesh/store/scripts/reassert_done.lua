@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: adopt branch core fence
 -- Completes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
 -- trainer's copy of the cursor, run_id of the server that was sent the batch files, then (version, train step, path,
 -- digest) per policy, ascending.

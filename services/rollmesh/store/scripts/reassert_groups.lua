@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: adopt core counters group
 -- Applies a batch file: its groups become consumed if trained, else cut and confirmed, independent of their state here.
 -- One call takes the whole file, so that no leader reads any of them as open or ready. forget_groups deletes the records.
 -- ARGV: trainer, train step, digest, trained (1|0), all group ids in order.

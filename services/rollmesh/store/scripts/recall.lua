@@ -1,5 +1,4 @@
 #!lua
--- uses: begin_again core counters fence roles
 -- Opens the oldest groups that were set aside, for one batch. ARGV: leader, train step of the batch, groups to recall for
 -- it in all calls, groups of this call. Returns the groups recalled for the batch so far, and those of this call.
 require_leader(ARGV[1])

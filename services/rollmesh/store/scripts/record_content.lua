@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core
 -- Records the content behind a setting (rows, tokenizer) once, and returns what is recorded. Nothing depends on it before
 -- the first prompt and the first evaluation: until then another content replaces it.
 -- ARGV: setting, content in words, prompts of an epoch ('' for other settings than data.source).

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core registry
 -- Writes the record of a generator and removes expired records. ARGV: instance id, record (JSON), ttl in milliseconds.
 local expired = call('ZRANGE', K.generator_expiry, '-inf', '(' .. now(), 'BYSCORE', 'LIMIT', 0, 64)
 if #expired > 0 then remove_generators(expired) end

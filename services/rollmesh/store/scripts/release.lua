@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters give_back
 -- Releases trajectories of a worker. ARGV: session, '1' when the attempt does not count, '2' when they rest too,
 -- ids.
 -- Returns the number of released trajectories.

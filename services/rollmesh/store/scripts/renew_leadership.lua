@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core fence
 -- Renews the leadership lease. ARGV: token. Returns 0 when another replica leads.
 local meta = call('HMGET', K.meta, 'leader', 'leader_until')
 if meta[1] ~= ARGV[1] then return 0 end

@@ -1,5 +1,4 @@
 #!lua
--- uses: core fence
 -- Replays a dead letter as a new group with replay_of; a repeated call returns the same group. The group waits for the
 -- leader (admit_replays), which raises the oldest version to start on first. ARGV: trajectory id, needed.
 -- Returns the group id.

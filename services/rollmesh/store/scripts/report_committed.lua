@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core roles
 -- Records the newest committed trainer state. ARGV: trainer, train step.
 require_trainer(ARGV[1])
 if tonumber(ARGV[2]) > tonumber(call('HGET', K.meta, 'committed_step')) then

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core roles
 -- Records the failure of the run, which counts while its reporter leads. ARGV: leader, text ('' clears it).
 require_leader(ARGV[1])
 call('HSET', K.meta, 'failure', ARGV[2], 'failure_leader', ARGV[1])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core group save_status steps versions
 -- Applies the policy versions of first tokens that are saved later to the age of their groups. ARGV: session, number of
 -- items, then per item: id, policy version. Returns (status, saved tokens) per item.
 -- docs/architecture.md: The staleness bound

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core roles
 -- Writes step reports of the trainer; their size is bounded, so they may be written when memory is short. ARGV: trainer,
 -- train step after which all reports are replaced, number of reports to keep, then (train step, report) pairs.
 require_trainer(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters roles times tombstones
 -- Consumes a batch: cut(s) -> consumed(s). ARGV: trainer, train step, number of steps for which tombstones are kept.
 require_trainer(ARGV[1])
 local step = tonumber(ARGV[2])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core
 -- Queues an evaluation once. ARGV: id, request (JSON). The run may be idle until the evaluation is finished, and an idle
 -- mesh frees no memory, so this script must run when memory is short.
 if call('EXISTS', evaluation_key(ARGV[1])) == 1 then

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core settings
 -- Asks the trainer to continue from an older policy. ARGV: new id, version. A newer request replaces an older one.
 -- Returns the number of the setting.
 if call('HEXISTS', K.versions, ARGV[2]) == 0 then

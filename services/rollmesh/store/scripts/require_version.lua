@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core
 -- Raises the oldest version that generators may serve, for a trajectory with tokens of a newer version than any of them
 -- serves. ARGV: version. Returns 0 unless it was announced and is above the stored one.
 if call('HEXISTS', K.versions, ARGV[1]) == 0 then return 0 end

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters fence give_back roles
 -- Re-registers everything that a worker holds after the server came back. Trajectories that it does not list return to
 -- the queue. It keeps a listed trajectory only if the tokens in the queue are the first tokens of the worker's.
 -- ARGV: session, worker name, then (id, incarnation, tokens, digest of these tokens, '-' when it has fewer) each.

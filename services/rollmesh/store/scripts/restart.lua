@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters group payload steps
 -- Drops the saved tokens of held, unfinished trajectories, which restart as the next incarnation. ARGV: session, ids.
 -- Returns the incarnation per id, -1 for an id that is not held; a retry finds no tokens and changes nothing.
 local restarted, reply = 0, {}

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: begin_again counters fence roles
 -- Drops the tokens of open and ready groups over the staleness bound; the same groups begin again. ARGV: leader, group
 -- ids. Returns the number of these groups, and the large ones, which sweep_returning completes.
 require_leader(ARGV[1])

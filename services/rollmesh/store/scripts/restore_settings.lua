@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core settings
 -- Restores settings that a client has read and Redis has lost. A setting stays when Redis has the same or a higher number.
 -- A version that the trainer has not announced again yet cannot be pinned or rolled back to: the client retries.
 -- ARGV: (name, number, value) each. Returns the number of written settings.

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters drop group roles
 -- Drops all open and ready groups, oldest first, one slice per call; a group that was set aside has no tokens and stays.
 -- The first call with a nonce reverts a cut without a confirmed batch file and stores the newest admission index: groups
 -- up to it belong to the abandoned branch. While the index is stored nothing is cut; the last call deletes it.

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: adopt core counters fence history
 -- Takes a slice of the outcomes of a batch file: an outcome that was recorded here is saved now. One that Redis has lost
 -- is added to the history, unless its group will end again: it is open, aside or a waiting replay here. `history_row` has
 -- the step and the number of rows of a file of which a part is done, so a retry changes nothing.

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters drop group save_status settle
 -- Records outcomes, finished -> scored | unscorable, and the group's next state. The script allocates little and completes
 -- batches, which frees memory, so it must run when memory is short.
 -- ARGV: session, number of items, then per item: id, scored (1|0), shaped reward, outcome bytes, solved (1|0).

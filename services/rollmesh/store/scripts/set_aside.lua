@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: begin_again counters fence roles
 -- Drops the tokens of open and ready groups over the staleness bound; the groups wait for a recall and count neither as
 -- open nor as admitted. ARGV: leader, group ids. Returns the number of these groups, and the large ones, which
 -- sweep_returning completes.

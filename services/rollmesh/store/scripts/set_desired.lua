@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core roles
 -- Writes the desired state. ARGV: leader, pool size, paused (1|0), interrupt below version, reason, start at version, name
 -- of the set of groups that blocks the cut ('' for none), reason that the cut waits, train step before which trajectories
 -- no longer rest, state of an automatic pool ('' for none). A set other than the stored one blocks from now on; a stored

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core counters drop payload
 -- Deletes the records of a large group that left the queue, one slice per call; the last call records the drop.
 -- ARGV: group, slice size. Returns 1 while another call is needed.
 local gid = ARGV[1]

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: begin_again counters
 -- Continues the reset of a large group that begins again. ARGV: group, members of this call. Returns 1 while another
 -- call is needed.
 local more = continue_reset(ARGV[1], tonumber(ARGV[2]))

@@ -1,5 +1,4 @@
 #!lua flags=no-writes,allow-oom
--- uses: core group rounds
 -- Reads the oldest groups that wait for the leader's decision; changes nothing. ARGV: maximum number of members; the
 -- first group has no such limit.
 -- Returns the newest trained step and per group: id, round, launched members, prompt id, domain, first member of each

@@ -1,5 +1,4 @@
 #!lua flags=no-writes,allow-oom
--- uses: core roles
 -- Reads the outcomes that no batch file has, as (group, outcome) pairs. ARGV: trainer, train step of the next file.
 -- Before it, the outcomes of all earlier files must have been saved here.
 require_trainer(ARGV[1])

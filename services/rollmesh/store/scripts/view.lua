@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: core fence
 -- Reads a consistent view of the mesh in O(bound). ARGV: bound (groups per list), 0 for a view without single groups;
 -- '1' to list the ready groups with the fewest tokens too.
 -- Returns a map. `ready` has (id, index, step, tokens) of each ready group, `open` (id, index, step) of the open groups

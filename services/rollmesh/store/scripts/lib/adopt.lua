@@ -1,4 +1,3 @@
--- uses: core fence
 -- Makes a trainer current whose session Redis has lost, since no newer session is recorded. A recorded token that is not
 -- current was fenced.
 local function adopt_trainer(token)

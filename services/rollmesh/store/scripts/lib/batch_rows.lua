@@ -1,4 +1,3 @@
--- uses: core
 -- Reads complete groups as (group, admission index, scored members, payload).
 -- A member is (number, birth version, finish reason, outcome, reward, kept tokens or '' for all). The payload is the prompt and the saved segments
 -- of each member. A payload over the maximum, in tokens of eight bytes, is omitted, so that no call blocks the server

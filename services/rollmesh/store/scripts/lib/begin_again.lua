@@ -1,4 +1,3 @@
--- uses: core counters drop group lengths payload places
 -- A group that begins again loses all tokens of its members and keeps its admission index. It opens again with as many
 -- members as it was admitted with, or waits aside for a recall with `needed` members. A member without a score (dead,
 -- unscorable) stays as it is. A group with rounds begins again with its first one.

@@ -1,4 +1,3 @@
--- uses: core
 -- The folder name of a policy ends with r<count> after the first rollback (PolicyRecord.rollback_count).
 local function rollback_count(path)
   return tonumber(string.match(path, 'r(%d+)$') or '0')

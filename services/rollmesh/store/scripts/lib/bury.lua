@@ -1,4 +1,3 @@
--- uses: core counters drop group letters settle
 -- Turns a trajectory into a dead letter with its payload; it counts as a member without a score.
 local function bury(id, reason)
   local gid = group_of(id)

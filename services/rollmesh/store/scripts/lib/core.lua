@@ -1,4 +1,3 @@
--- uses:
 local call = redis.call
 
 local function fail(code, text)

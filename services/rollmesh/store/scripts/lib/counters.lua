@@ -1,4 +1,3 @@
--- uses: core
 -- Counter changes are summed and written once per script.
 local deltas, delta_count = {}, 0
 local function count(name, by)

@@ -1,4 +1,3 @@
--- uses: core counters group lengths payload tombstones
 -- Counts the tokens of a member without a score as wasted. A later drop of its group does not count them again.
 local function waste(id, reason, tokens)
   call('HSET', trajectory_key(id), 'wasted', 1)

@@ -1,4 +1,3 @@
--- uses: core
 -- A server that came back with another run_id may have an earlier state. The first fenced script that reads the new
 -- run_id opens a recovery. A clean stop, announced before the shutdown, needs no recovery.
 local function server_run_id()

@@ -1,4 +1,3 @@
--- uses: core counters group places steps
 -- Drops a reported first token that was never saved; its group may be younger without it.
 local function forget_first_token(group, id)
   call('HDEL', trajectory_key(id), 'step')

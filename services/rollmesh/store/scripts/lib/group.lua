@@ -1,4 +1,3 @@
--- uses: core
 -- Groups are read once and written once per script; all scores of a group in one call need one HSET.
 local groups, touched = {}, {}
 local function group_of(id)

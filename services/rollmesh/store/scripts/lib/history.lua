@@ -1,4 +1,3 @@
--- uses: core counters
 -- The prompt history has one record per prompt: "groups members solved rewards tokens longest step", written when the last
 -- member of a group ends, or the group is evicted before. Members are the scored ones; rewards are whole millionths.
 -- Sums, maxima and whole numbers give the same record for every order of the groups. Only groups with a `prompt` field

@@ -1,4 +1,3 @@
--- uses: core
 local function length_bucket(tokens)
   return math.floor(math.log(tokens + 1) / math.log(2) * 4)
 end

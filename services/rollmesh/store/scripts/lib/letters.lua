@@ -1,4 +1,3 @@
--- uses: core counters
 -- Dead letters keep their payload, so their number and their bytes are bounded: the oldest are deleted first.
 local MOST_LETTERS = 1000
 

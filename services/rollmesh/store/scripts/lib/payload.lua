@@ -1,4 +1,3 @@
--- uses: core
 -- Lua unpacks at most 8,000 values and fails after earlier writes; a long trajectory has more values.
 local SLICE = 4000
 local function in_slices(words, hand_on)

@@ -1,4 +1,3 @@
--- uses: core group lengths
 -- Places of trajectories in the queues `pending` and `partial`. A place by rank, 0 to 127 and the lowest first, holds within
 -- blocks of as many groups as a batch has. Blocks stay in admission order, so no group waits for more than one block of
 -- later ones. A place is a whole number below 2^53 up to 2^23 blocks.

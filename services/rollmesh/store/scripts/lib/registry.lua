@@ -1,4 +1,3 @@
--- uses: core
 -- The version rises with every record that is written or removed, and with the clock, so that a Redis that came back with
 -- an earlier state never repeats a version.
 local function next_registry_version()

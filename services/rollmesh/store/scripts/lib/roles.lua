@@ -1,4 +1,3 @@
--- uses: core
 local function require_leader(token)
   if call('HGET', K.meta, 'leader') ~= token then
     fail('SESSION_LOST', 'leadership has passed to another replica')

@@ -1,4 +1,3 @@
--- uses: core group
 -- Rounds of a group. The group's record has its current `round`; of every round a field `plan:<round>`: the number of its
 -- first member and the plan, JSON; of the first round `first`: members needed and launched; and `closed` after the last
 -- round. A group without these fields has one round.

@@ -1,4 +1,3 @@
--- uses: core counters group save_status steps versions
 -- An item of append and finish is a head and `elements` segments. The head is JSON: id, incarnation, offset, before,
 -- tokens, after, versions, finish, bytes, generator, elements; `before` and `after` are the digests of all tokens up to
 -- the offset and up to the end of the item. Returns the item at an index of ARGV, and the index of the next item.

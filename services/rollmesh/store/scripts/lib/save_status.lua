@@ -1,2 +1,1 @@
--- uses:
 local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4

@@ -1,4 +1,3 @@
--- uses: core
 -- A setting is "number value" under its name: pause (1|0), hold (1|0: the launcher's pause), pin (version or ''),
 -- rollback ("request version" or ''), scale:<service> (replicas or ''). The number only rises, and with the clock, so a
 -- setting that Redis has lost is older than any setting written afterwards.

@@ -1,4 +1,3 @@
--- uses: core counters drop group history lengths payload places steps times
 local function make_ready(group)
   local gid = group.id
   call('ZREM', K.open, gid)

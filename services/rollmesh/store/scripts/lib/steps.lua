@@ -1,4 +1,3 @@
--- uses: core
 local function step_field(id)
   return 's' .. string.match(id, '%d+$')
 end

@@ -1,4 +1,3 @@
--- uses: core drop group
 -- Deletes the records of a range of groups of a confirmed batch: their batch file has them, and Redis still records that
 -- they are cut. Returns the number of groups in the batch, 0 without a confirmed batch.
 local function sweep_groups(step, first, last)

@@ -1,4 +1,3 @@
--- uses: core
 -- Measured times, as moving averages (MeshView.ready_seconds, ready_updates and update_seconds).
 local function average(field, sample, weight)
   local before = tonumber(call('HGET', K.meta, field) or sample)

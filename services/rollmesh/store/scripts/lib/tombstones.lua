@@ -1,4 +1,3 @@
--- uses: core
 -- A tombstone takes about 100 bytes, so their number is bounded, regardless of the number of drops in a train step.
 local MOST_TOMBSTONES = 65536
 

@@ -1,4 +1,3 @@
--- uses: core fence
 local train_steps = {}
 local function train_step_of(version)
   local step = train_steps[version]
