@@ -149,7 +149,7 @@ async def _engine(plan: Plan, root: Path, *, cuda_graphs: bool) -> AsyncIterator
 
 def _trainer(plan: Plan, root: Path) -> PolicyTrainer:
     config = TrainerConfig(tokens_per_microbatch=8192, algorithm=AlgorithmConfig(old_logprobs="stage_end"))
-    return PolicyTrainer.from_folder(root / "model", config, dtype=plan.dtype, device=plan.device)
+    return PolicyTrainer(root / "model", config, dtype=plan.dtype, device=plan.device)
 
 
 def _prompt(plan: Plan) -> Int32Array:

@@ -69,7 +69,7 @@ class PublishedModel:
         self.dtype = "float32" if stored == "float32" else "bfloat16"
         """Value of ``model.dtype`` of the run."""
         self.vocab_size = int(config["vocab_size"])
-        self._trainer = PolicyTrainer.from_folder(folder, TrainerConfig(), dtype=self.dtype, device="cpu")
+        self._trainer = PolicyTrainer(folder, TrainerConfig(), dtype=self.dtype, device="cpu")
         self._canary = canary_sequences(self.vocab_size, canary_count(self._trainer.parameter_count, "cpu"))
         self._copies: list[tuple[float, float]] = []
         self._canaries: list[float] = []

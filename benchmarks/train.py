@@ -85,7 +85,7 @@ def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
 
 def _trainer(folder: Path, **settings: int) -> PolicyTrainer:
     config = TrainerConfig.model_validate({"learning_rate": RATE, **settings})
-    return PolicyTrainer.from_folder(folder, config, device="cpu")
+    return PolicyTrainer(folder, config, device="cpu")
 
 
 def _train(trainer: PolicyTrainer, batch: Batch) -> None:

@@ -68,7 +68,7 @@ def load_learner(model: str | Path, *, device: str = "auto", longest: int = 0, *
     is the length for which packing is checked. Raises ConfigError, CheckpointError or pydantic's ValidationError.
     """
     config = TrainerConfig(**settings)
-    return PolicyTrainer.from_folder(resolve_model(str(model)), config, device=device, longest=longest)
+    return PolicyTrainer(resolve_model(str(model)), config, device=device, longest=longest)
 
 
 class Sampler(AbstractContextManager["Sampler"]):

@@ -84,10 +84,7 @@ def rloo(data: TrajectoryColumns) -> Tensor:
 
 
 def reinforce_pp(data: TrajectoryColumns) -> Tensor:
-    """Return ``(R_i - mean R) / (std R + 1e-6)`` over all trajectories of the batch; groups do not matter.
-
-    With the sample standard deviation; a batch of one trajectory gets 0.
-    """
+    """Return ``(R_i - mean R) / (std R + 1e-6)`` over the batch, with the sample deviation; 0 for one trajectory."""
     centred = data.rewards - data.rewards.mean()
     deviation = (centred.square().sum() / max(len(data.rewards) - 1, 1)).sqrt()
     return centred / (deviation + _EPSILON)

@@ -283,7 +283,7 @@ def _explain(
         except CheckpointError:
             return None  # the old-logprob source then falls back to the sampler, as in training
 
-    trainer = PolicyTrainer.from_folder(
+    trainer = PolicyTrainer(
         (policy.base or policy).folder,
         config.trainer,
         adapter=config.model.adapter,

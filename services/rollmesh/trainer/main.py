@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +32,7 @@ from rollmesh.trainer.learner.distributed import (
     pick_device,
 )
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.service.leading_rank import LeadingRank
+from rollmesh.trainer.service.leading_rank import LeadingRank, Retry, shared_waits
 from rollmesh.trainer.service.policy_catalog import (
     PolicyCatalog,
     check_published,
@@ -41,12 +40,11 @@ from rollmesh.trainer.service.policy_catalog import (
     model_folder,
     references_in_use,
 )
-from rollmesh.trainer.service.publishing import Announcer, Publisher, canary_count, canary_sequences
+from rollmesh.trainer.service.publishing import Publisher, canary_count, canary_sequences
 from rollmesh.trainer.service.ranks import RankCoordinator, TorchExecutor
 from rollmesh.trainer.service.run_log import build_trackers
 from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
-from rollmesh.trainer.service.trainer_waits import Retry, shared_waits
 from rollmesh.trainer.service.training_loop import TrainingLoop
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped, TrainingSession
 
@@ -63,7 +61,12 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     unfinished = ""
     executor, loop = TorchExecutor(), asyncio.get_running_loop()
     try:
-        async with _answering_probes(config, index) as host:
+        async with contextlib.AsyncExitStack() as stack:
+            host: ServiceHost | None = None
+            if local_rank() == 0:
+                # In the first rank of each node, because every pod is probed; also while the ranks meet and load the
+                # model: after a restart of the ranks no startup probe covers that.
+                host = await stack.enter_async_context(service_host(config, "trainer", index))
             if host is not None and os.environ.get("RANK", "0") == "0":
                 host.publish()
             checkpoints = open_checkpoints(config, None if host is None else host.health.waits)
@@ -91,7 +94,7 @@ def build_ranks(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordina
     most = schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None
     section, max_token_staleness = _settings_of_rank_0(config.trainer, most, world)
     try:
-        trainer = PolicyTrainer.from_folder(
+        trainer = PolicyTrainer(
             folder,
             section,
             dtype=config.model.dtype,
@@ -148,7 +151,15 @@ async def _lead(
     try:
         async with shared_waits(store, health.waits):
             rank = await _take_over(rank)
-            publisher, trackers = await _publisher(rank), build_trackers(rank.config)
+            config, trainer = rank.config, ranks.trainer
+            folder = resolve_model(config.model.path)
+            vocab_size = architecture_of(read_json(folder / "config.json"), str(folder)).vocab_size
+            canary = canary_sequences(
+                vocab_size, canary_count(trainer.parameter_count, pick_device(config.trainer.device).type)
+            )
+            read = partial(references_in_use, config.trainer.algorithm, checkpoints, trainer.train_step)
+            publisher = Publisher(rank, canary, await rank.retried("read_references", read))
+            trackers = build_trackers(config)
             training = TrainingLoop(rank, publisher, trackers)
             health.set_ready(True)
             try:
@@ -160,29 +171,6 @@ async def _lead(
             return await training.unfinished()
     except Stopped as stopped:
         return str(stopped)
-
-
-async def _publisher(rank: LeadingRank) -> Publisher:
-    config, trainer = rank.config, rank.ranks.trainer
-    folder = resolve_model(config.model.path)
-    vocab_size = architecture_of(read_json(folder / "config.json"), str(folder)).vocab_size
-    count = canary_count(trainer.parameter_count, pick_device(config.trainer.device).type)
-    read = partial(references_in_use, config.trainer.algorithm, rank.checkpoints, trainer.train_step)
-    announcer = Announcer(rank, await rank.retried("read_references", read))
-    return Publisher(rank, canary_sequences(vocab_size, count), announcer)
-
-
-@contextlib.asynccontextmanager
-async def _answering_probes(config: RunConfig, index: int) -> AsyncIterator[ServiceHost | None]:
-    """Serve the admin port in the first rank of each node, because every pod is probed; None in the other ranks.
-
-    Also while the ranks meet and load the model: after a restart of the ranks no startup probe covers that.
-    """
-    if local_rank() > 0:
-        yield None
-        return
-    async with service_host(config, "trainer", index) as host:
-        yield host
 
 
 async def _take_over(rank: LeadingRank) -> LeadingRank:
@@ -209,7 +197,6 @@ async def _take_over(rank: LeadingRank) -> LeadingRank:
 
 
 async def _run(training: TrainingLoop, rank: LeadingRank) -> None:
-    """Train, and watch for a Redis restart and a newer trainer meanwhile."""
     watch = asyncio.create_task(rank.session.watch(rank.config.store.heartbeat_seconds), name="watch-session")
     train = asyncio.create_task(training.run(), name="train")
     train.add_done_callback(lambda _: watch.cancel())

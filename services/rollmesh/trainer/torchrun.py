@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch.distributed import DistError, Store, run  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -91,11 +91,10 @@ _REPEAT_SECONDS = 60.0
 """Time between two messages of one wait."""
 
 
-class PodRendezvous(RendezvousHandler):
-    """torchrun's own rendezvous, with a message about the pods that a round waits for."""
+class PodWatch:
+    """Messages about the pods that a round of torchrun's own rendezvous waits for."""
 
-    def __init__(self, inner: RendezvousHandler, store: Store, parameters: RendezvousParameters) -> None:
-        self._inner = inner
+    def __init__(self, store: Store, parameters: RendezvousParameters) -> None:
         self._store = store
         self._pods = parameters.max_nodes
         self._name = f"{socket.gethostname()} ({parameters.local_addr or socket.getfqdn()})"
@@ -104,24 +103,19 @@ class PodRendezvous(RendezvousHandler):
         self._round: list[str] = []
         """Names of the pods of the last round."""
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_round(self, join: Callable[[], RendezvousInfo]) -> RendezvousInfo:
         """Join the next round, and say meanwhile which pods are missing."""
-        with self._watched():
-            info = self._inner.next_rendezvous()
-        info.store.set(f"pods/{info.rank}", self._name)
-        self._round = [info.store.get(f"pods/{rank}").decode() for rank in range(info.world_size)]
-        return info
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
         joined = threading.Event()
         thread = threading.Thread(target=self._watch, args=(joined,), name="missing-pods", daemon=True)
         thread.start()
         try:
-            yield
+            info = join()
         finally:
             joined.set()
             thread.join()
+        info.store.set(f"pods/{info.rank}", self._name)
+        self._round = [info.store.get(f"pods/{rank}").decode() for rank in range(info.world_size)]
+        return info
 
     def _watch(self, joined: threading.Event) -> None:
         beats: dict[int, int] = {}
@@ -152,30 +146,6 @@ class PodRendezvous(RendezvousHandler):
             absent = [name for at in range(self._pods) if (name := f"{numbered[1]}{at}") not in here]
         return f"pod {', '.join(absent)}" if absent else f"{self._pods - len(present)} of {self._pods} pods"
 
-    def get_backend(self) -> str:
-        """Return the name of the backend."""
-        return BACKEND
-
-    def is_closed(self) -> bool:
-        """Tell whether a pod has ended the rendezvous for good."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """End the rendezvous for good."""
-        self._inner.set_closed()  # type: ignore[no-untyped-call]
-
-    def num_nodes_waiting(self) -> int:
-        """Return the number of pods that wait for the next round."""
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """Return the name of the rendezvous."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """Leave, and end the rendezvous for good."""
-        return self._inner.shutdown()
-
 
 def say(text: str) -> None:
     """Print a line to the pod's log."""
@@ -183,13 +153,15 @@ def say(text: str) -> None:
 
 
 def use_pods(arguments: Namespace) -> bool:
-    """Let a torchrun of several pods meet by ``PodRendezvous``; return False for one of a single node."""
+    """Watch over the pods of a torchrun (``PodWatch``); return False for one of a single node."""
     if arguments.standalone or arguments.rdzv_backend != "c10d" or parse_min_max_nnodes(arguments.nnodes)[1] == 1:
         return False
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         backend, store = create_backend(parameters)
-        return PodRendezvous(create_handler(store, backend, parameters), store, parameters)
+        handler, watch = create_handler(store, backend, parameters), PodWatch(store, parameters)
+        handler.next_rendezvous = partial(watch.next_round, handler.next_rendezvous)  # type: ignore[method-assign]
+        return handler
 
     rendezvous_handler_registry.register(BACKEND, create)
     arguments.rdzv_backend = BACKEND

@@ -32,7 +32,7 @@ def test_the_padded_baseline_makes_the_same_update(tmp_path: Path) -> None:
     padded = PaddedTrainer(tmp_path / "model")
     count = sum(len(g.trajectories) for g in batch.groups)
     padded.step(batch, [list(range(i, min(i + 3, count))) for i in range(0, count, 3)])
-    trainer = PolicyTrainer.from_folder(tmp_path / "model", TrainerConfig(learning_rate=4e-4), device="cpu")
+    trainer = PolicyTrainer(tmp_path / "model", TrainerConfig(learning_rate=4e-4), device="cpu")
     trainer.train(batch, {0: 0})
     trainer.export(tmp_path / "ours")
     ours = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "ours").named_parameters())
@@ -57,7 +57,7 @@ def test_every_trajectory_of_the_long_rows_exceeds_the_token_budget() -> None:
 def test_the_long_baseline_scores_the_same_tokens(tmp_path: Path) -> None:
     write_demo_model(tmp_path)
     ids = [np.arange(3, 60, dtype=np.int32), np.arange(40, dtype=np.int32)]
-    ours = PolicyTrainer.from_folder(tmp_path, TrainerConfig(tokens_per_microbatch=16), device="cpu").logprobs(ids)
+    ours = PolicyTrainer(tmp_path, TrainerConfig(tokens_per_microbatch=16), device="cpu").logprobs(ids)
     for mine, theirs in zip(ours, PaddedTrainer(tmp_path).score(ids), strict=True):
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-5)
 

@@ -335,7 +335,7 @@ def test_weights_that_are_not_those_of_the_recorded_settings_are_found(
     config = TrainerConfig.model_validate(
         {"train_steps": STEPS, "learning_rate": rate, "device": "cpu", "algorithm": {"advantage": advantage}}
     )
-    trainer = PolicyTrainer.from_folder(root / "policies" / "00000004-s4", config, max_token_staleness=most_stale)
+    trainer = PolicyTrainer(root / "policies" / "00000004-s4", config, max_token_staleness=most_stale)
     trainer.train_step = 4
     tensors, extra = trainer.state_tensors(), trainer.state_extra()
     store.save_state(session="a", train_step=4, rollback_count=0, tensors=tensors, extra=extra)

@@ -112,7 +112,7 @@ def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> Non
     shutil.copytree(run.folder, folder, symlinks=True)
     store = MadeRun(folder).store
     base = store.complete_policies()[0]
-    trainer = PolicyTrainer.from_folder(
+    trainer = PolicyTrainer(
         store.open(base).folder, TrainerConfig(), adapter=AdapterConfig(rank=4, alpha=8), device="cpu"
     )
     torch.manual_seed(0)

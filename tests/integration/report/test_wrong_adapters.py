@@ -67,7 +67,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, VerifiedPoli
     folder = tmp_path_factory.mktemp("model") / "model"
     shutil.copytree(resolve_model("recipe:countdown"), folder)
     adapter, config = AdapterConfig(rank=16, alpha=32), TrainerConfig(learning_rate=2e-3, device="cpu")
-    trainer, found, base = PolicyTrainer.from_folder(folder, config, adapter=adapter), {}, None
+    trainer, found, base = PolicyTrainer(folder, config, adapter=adapter), {}, None
     for version in range(3):
         if version:
             trainer.train(random_batch(version, train_step=version), {v: v for v in range(3)})

@@ -10,7 +10,7 @@ import pytest
 from rollmesh.store import EmbeddedServer
 
 from ...kit.redis_servers import running_server
-from .trainer_run import write_tiny_model
+from .trainer_run import Runs, write_tiny_model
 
 _TEST_SECONDS = 900
 _HERE = Path(__file__).parent
@@ -36,3 +36,8 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A server of the test's own, that it may kill."""
     with running_server(tmp_path / "redis") as server:
         yield server
+
+
+@pytest.fixture
+def runs(tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(tmp_path, tiny_model, server, monkeypatch)

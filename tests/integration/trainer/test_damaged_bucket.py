@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +13,10 @@ pytest.importorskip("s3fs", reason="object stores need the extra s3")
 
 from rollmesh.checkpoints.bucket import BucketStore, open_location
 from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
-from rollmesh.store import EmbeddedServer
 from rollmesh.types import PolicyRecord
 
 from ...kit.s3_server import Bucket
-from .trainer_run import SECRET, TrainerRun, opened_run, write_run_file
+from .trainer_run import SECRET, Runs, TrainerRun
 
 pytestmark = pytest.mark.long
 
@@ -56,18 +54,17 @@ DAMAGES: dict[str, Damage] = {
 
 def announced(run: TrainerRun) -> list[str]:
     """Paths that the trainer's log names as announced."""
-    lines = [json.loads(line) for line in run.log().splitlines() if '"policy_announced"' in line]
+    lines = run.events("policy_announced")
     return [line["path"] for line in lines]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_a_newest_policy_that_no_other_node_can_read_is_published_again(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, bucket: Bucket, damage: str
+    runs: Runs, tmp_path: Path, bucket: Bucket, damage: str
 ) -> None:
     section = bucket.section("run", anchor_every_versions=4)
     checkpoints = section.model_dump(include={"folder", "object_store", "anchor_every_versions"})
-    config = write_run_file(tmp_path / "run", tiny_model, server, model={"dtype": "bfloat16"}, checkpoints=checkpoints)
-    async with opened_run(config) as run:
+    async with runs(model={"dtype": "bfloat16"}, checkpoints=checkpoints) as run:
         process = run.start()
         async with run.fed(4):
             await run.until("the second version", lambda: len(announced(run)) > 1, pause=0.01)
@@ -83,5 +80,5 @@ async def test_a_newest_policy_that_no_other_node_can_read_is_published_again(
         policies = await run.store.policies.announced()
         repaired = policies[newest.policy_version + 1]
         assert (repaired.train_step, policies[-1].train_step) == (newest.train_step, 4)
-        other_node = open_location(config.checkpoints, tmp_path / "other", SECRET.encode())
+        other_node = open_location(run.config.checkpoints, tmp_path / "other", SECRET.encode())
         assert (other_node.open(repaired).folder / "model.safetensors").read_bytes() == weights

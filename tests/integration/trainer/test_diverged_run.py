@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
-from rollmesh.store import EmbeddedServer
 
-from .trainer_run import TrainerRun, opened_run, write_run_file
+from .trainer_run import Runs, TrainerRun
 
 
-async def test_a_diverged_run_ends_with_a_typed_error_each_time_it_is_started(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
+async def test_a_diverged_run_ends_with_a_typed_error_each_time_it_is_started(runs: Runs) -> None:
     """The first update makes weights of 1e8, whose squares overflow on any CPU; no gradient after it is finite."""
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 3, "learning_rate": 1e8})
-    async with opened_run(config) as run:
+    async with runs(trainer={"train_steps": 3, "learning_rate": 1e8}) as run:
         run.start()
         async with run.fed(9):
             assert await run.until_failed() == EXIT_CONFIG
@@ -31,18 +24,15 @@ async def test_a_diverged_run_ends_with_a_typed_error_each_time_it_is_started(
             assert _updates(run) == [1, 0, 0]
 
             # With more of them, the next update decides.
-            write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 9, "learning_rate": 1e-3})
+            runs.file(trainer={"train_steps": 9, "learning_rate": 1e-3})
             run.start()
             assert await run.until_failed() == EXIT_CONFIG
             assert _updates(run) == [1, 0, 0, 0]
             assert "the last 3 updates" in run.log()
 
 
-async def test_weights_whose_logprobs_are_not_finite_end_the_run_before_they_are_published(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"learning_rate": 1e30})
-    async with opened_run(config) as run:
+async def test_weights_whose_logprobs_are_not_finite_end_the_run_before_they_are_published(runs: Runs) -> None:
+    async with runs(trainer={"learning_rate": 1e30}) as run:
         run.start()
         async with run.fed(4):
             assert await run.until_failed() == EXIT_CONFIG
@@ -53,6 +43,6 @@ async def test_weights_whose_logprobs_are_not_finite_end_the_run_before_they_are
 
 
 def _updates(run: TrainerRun) -> list[int]:
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = run.lines()
     assert all(line["updates"] + line["skipped_updates"] == 1 for line in lines)
     return [line["updates"] for line in lines]

@@ -36,7 +36,7 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path, recipe: str) -> None
     model, two, one = tmp_path / "model", tmp_path / "two", tmp_path / "one"
     write_random_model(model)
     two.mkdir()
-    run_two_ranks("rank_process", model, two, recipe)
+    run_two_ranks("train_recipe", model, two, recipe)
     trainer = make_trainer(model, recipe, World(), one)
     reports = run(trainer, one)
     for step in range(1, STEPS + 1):
@@ -63,7 +63,7 @@ def test_ranks_that_compute_in_bfloat16_score_canaries_in_float32(tmp_path: Path
     model, out = tmp_path / "model", tmp_path / "out"
     write_random_model(model)
     out.mkdir()
-    run_two_ranks("mixed_precision_process", model, out)
+    run_two_ranks("compute_in_bfloat16", model, out)
     gaps = json.loads((out / "gaps.json").read_text())
     assert len(gaps) == 3, "before, and after each update"
     for gap in gaps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,11 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.service.run_log import METRICS_FILE, SAMPLES_FILE, append_lines, build_trackers
 
 from .test_kills import assert_every_batch_counts_once
-from .trainer_run import TrainerRun, opened_run, write_run_file
+from .trainer_run import Runs
 from .two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.slow
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("full", ["checkpoints", "run folder", "run folder without checkpoints"])
 async def test_a_full_disk_delays_the_run_and_loses_nothing(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, small_disk: Path, full: str
+    runs: Runs, tmp_path: Path, small_disk: Path, full: str
 ) -> None:
     folder, checkpoints = (tmp_path, small_disk) if full == "checkpoints" else (small_disk, tmp_path)
+    runs = replace(runs, folder=folder)
     steps = 12 if full == "run folder without checkpoints" else 4  # a report is smaller than the last block of its file
-    config = write_run_file(
-        folder / "run",
-        tiny_model,
-        server,
-        trainer={"train_steps": steps},
-        checkpoints={} if full == "run folder" else {"folder": str(checkpoints / "checkpoints")},
-    )
-    async with opened_run(config) as run, httpx.AsyncClient(timeout=60.0) as client:
+    async with (
+        runs(
+            trainer={"train_steps": steps},
+            checkpoints={} if full == "run folder" else {"folder": str(checkpoints / "checkpoints")},
+        ) as run,
+        httpx.AsyncClient(timeout=60.0) as client,
+    ):
         run.start()
 
         async def waits_for_room() -> bool:
@@ -45,7 +45,7 @@ async def test_a_full_disk_delays_the_run_and_loses_nothing(
             return answer.status_code == 503 and "disk full" in answer.json()["reason"]
 
         async with run.fed(steps):
-            await run.until("step 1", lambda: _announced(run, 1), pause=0.001)
+            await run.until_version(1, pause=0.001)
             filler = small_disk / "filler"
             fill(filler)
             await run.until("a trainer that waits for room", waits_for_room, pause=0.02)
@@ -58,17 +58,14 @@ async def test_a_full_disk_delays_the_run_and_loses_nothing(
             await run.until_finished()
         await assert_every_batch_counts_once(run, {})
         for name in (METRICS_FILE, SAMPLES_FILE):
-            lines = [json.loads(line) for line in (run.folder / name).read_text().splitlines()]
+            lines = run.lines(name)
             assert sorted({line["train_step"] for line in lines}) == list(range(1, steps + 1))
             assert len({(line["train_step"], line.get("trajectory_id")) for line in lines}) == len(lines)
 
 
-async def test_a_policy_that_cannot_be_marked_as_announced_is_marked_once_there_is_room(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1})
-    async with opened_run(config) as run:
-        run.start(script="full_marker_process")
+async def test_a_policy_that_cannot_be_marked_as_announced_is_marked_once_there_is_room(runs: Runs) -> None:
+    async with runs(trainer={"train_steps": 1}) as run:
+        run.start(fault="full marker")
         async with run.fed(1):
             await run.until_finished()
         assert [r.policy_version for r in run.checkpoints.complete_policies(announced_only=True)] == [0, 1]
@@ -107,7 +104,7 @@ def test_a_tracker_on_a_full_disk_misses_steps_and_continues_later(small_disk: P
 
 
 def test_ranks_whose_disk_is_full_on_one_rank_fail_together_and_save_later(tmp_path: Path, tiny_model: Path) -> None:
-    leader, follower = run_two_ranks("full_disk_process", tiny_model, tmp_path / "checkpoints")
+    leader, follower = run_two_ranks("fill_disk", tiny_model, tmp_path / "checkpoints")
     assert re.findall(r"^full (\S+)$", leader, re.MULTILINE) == ["rank-00001.json", "rank-00000.json", "COMMITTED"]
     assert "saved 00000000-s" in leader
     assert follower.count("disk full while writing a trainer state") == 3
@@ -123,8 +120,3 @@ def fill(path: Path) -> None:
                     pass
             except OSError:
                 continue
-
-
-async def _announced(run: TrainerRun, step: int) -> bool:
-    latest = await run.store.policies.latest()
-    return latest is not None and latest.train_step >= step

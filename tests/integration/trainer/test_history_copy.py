@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rollmesh.prompt_history import PromptRecord
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import run_limits
-from rollmesh.store import EmbeddedServer, Score
+from rollmesh.store import Score
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.types import OutcomeKind, RewardOutcome
 
-from .trainer_run import GROUPS, MEMBERS, TrainerRun, finish_of, opened_run, write_run_file
+from .trainer_run import GROUPS, MEMBERS, Runs, TrainerRun, finish_of
 
 FILTERED = f"e0-{GROUPS}"
 """A group without a right answer, after those of the first batch."""
@@ -84,17 +82,10 @@ async def open_trainer(run: TrainerRun) -> None:
     await session.begin(3)
 
 
-async def test_every_group_is_in_one_batch_file_and_an_empty_redis_gets_the_history_back(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(
-        tmp_path / "run",
-        tiny_model,
-        server,
-        schedule={"start_order": "longest_expected", "filter_zero_variance": True},
-        trainer={"train_steps": 3},
-    )
-    async with opened_run(config) as run:
+async def test_every_group_is_in_one_batch_file_and_an_empty_redis_gets_the_history_back(runs: Runs) -> None:
+    async with runs(
+        schedule={"start_order": "longest_expected", "filter_zero_variance": True}, trainer={"train_steps": 3}
+    ) as run:
 
         async def trained_once() -> bool:
             return (await run.store.training.state()).trained_step == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import PolicyRecord
 
 from ...kit.ledger import read_ledger
-from .trainer_run import TrainerRun, opened_run, write_run_file
+from .trainer_run import Runs, TrainerRun
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +39,6 @@ async def _committed(run: TrainerRun, step: int) -> bool:
     return (await run.store.training.state()).committed_step >= step
 
 
-async def _announced(run: TrainerRun, step: int) -> bool:
-    latest = await run.store.policies.latest()
-    return latest is not None and latest.train_step >= step
-
-
 MOMENTS: list[tuple[str, Moment]] = [
     ("the batch file is complete", _exists("batches/{step:08d}.pb")),
     ("the state is being saved", _exists("states/{step:08d}-*")),
@@ -53,7 +47,7 @@ MOMENTS: list[tuple[str, Moment]] = [
     ("the policy folder is begun", _exists("policies/{step:08d}-*")),
     ("the commit is reported", _committed),
     ("the manifest is written", _exists("policies/{step:08d}-*/manifest.json")),
-    ("the policy is announced", _announced),
+    ("the policy is announced", TrainerRun.announced),
 ]
 FLEETING: list[tuple[str, Moment, Moment]] = [
     ("the batch file is being written", _exists("batches/.{step:08d}.pb.*"), _exists("batches/{step:08d}.pb")),
@@ -82,22 +76,6 @@ async def _holds(moment: Moment, run: TrainerRun, step: int) -> bool:
     return holds if isinstance(holds, bool) else await holds
 
 
-async def _uninterrupted(folder: Path, model: Path, server: EmbeddedServer) -> bytes:
-    config = write_run_file(folder, model, server, trainer={"train_steps": STEPS}, checkpoints={"state_every_steps": 2})
-    async with opened_run(config) as run:
-        run.start()
-        async with run.fed(STEPS):
-            await run.until_finished()
-        return await last_weights(run)
-
-
-async def last_weights(run: TrainerRun) -> bytes:
-    latest = await run.store.policies.latest()
-    assert latest is not None
-    assert latest.train_step == run.config.trainer.train_steps
-    return (run.checkpoints.open(latest).folder / "model.safetensors").read_bytes()
-
-
 async def assert_every_batch_counts_once(
     run: TrainerRun, seen: dict[int, PolicyRecord], *, one_at_a_time: bool = True
 ) -> None:
@@ -115,13 +93,21 @@ async def assert_every_batch_counts_once(
     for record in records:
         assert seen.get(record.policy_version, record) == record
         run.checkpoints.open(record)
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = run.lines()
     assert [m["train_step"] for m in lines] == list(range(1, steps + 1))
     assert [m["policy_version"] for m in lines] == list(range(1, steps + 1))
     reports, expected = await run.store.step_reports.read(0, steps + 1), [reported(line) for line in lines]
     assert [(r["train_step"], r["loss"]) for r in reports] == [(e["train_step"], e["loss"]) for e in expected]
     if one_at_a_time:
         assert reports == expected
+
+
+async def kill_at_every_moment(run: TrainerRun) -> None:
+    """Kill the trainer at each of ``MOMENTS``, in turn, and start it again."""
+    for step, (name, moment) in enumerate(MOMENTS, start=1):
+        await run.until(f"step {step}: {name}", lambda m=moment, s=step: m(run, s))
+        run.kill()
+        run.start()
 
 
 async def _start_again(run: TrainerRun, seen: dict[int, PolicyRecord]) -> None:
@@ -134,15 +120,13 @@ async def _start_again(run: TrainerRun, seen: dict[int, PolicyRecord]) -> None:
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-async def test_a_trainer_killed_at_every_moment_ends_where_an_uninterrupted_one_does(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    expected = await _uninterrupted(tmp_path / "calm", tiny_model, server)
-    config = write_run_file(
-        tmp_path / "killed", tiny_model, server, trainer={"train_steps": STEPS}, checkpoints={"state_every_steps": 2}
-    )
+async def test_a_trainer_killed_at_every_moment_ends_where_an_uninterrupted_one_does(runs: Runs) -> None:
+    sections = {"trainer": {"train_steps": STEPS}, "checkpoints": {"state_every_steps": 2}}
+    async with runs("calm", **sections) as run:
+        await run.train(STEPS)
+        expected = await run.last_weights()
     seen: dict[int, PolicyRecord] = {}
-    async with opened_run(config) as run:
+    async with runs("killed", **sections) as run:
         run.start()
         async with run.fed(STEPS):
             for step, (name, moment) in enumerate(MOMENTS, start=1):
@@ -156,19 +140,18 @@ async def test_a_trainer_killed_at_every_moment_ends_where_an_uninterrupted_one_
                 await _start_again(run, seen)
             await run.until_finished()
         await assert_every_batch_counts_once(run, seen)
-        assert await last_weights(run) == expected
+        assert await run.last_weights() == expected
 
 
 async def test_a_redis_that_forgot_the_newest_writes_is_told_what_was_trained(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+    runs: Runs, server: EmbeddedServer
 ) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 6})
-    async with opened_run(config) as run:
+    async with runs(trainer={"train_steps": 6}) as run:
         run.start()
         async with run.fed(6):
             await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
             before = aof_size(server)
-            await run.until("step 4", lambda: _announced(run, 4), pause=0.01)
+            await run.until_version(4)
             trained = (await run.store.training.state()).trained_step
             server.kill()
             cut_aof(server, before)
@@ -180,16 +163,15 @@ async def test_a_redis_that_forgot_the_newest_writes_is_told_what_was_trained(
 
 
 async def test_a_trainer_that_dies_with_its_redis_comes_back_with_every_version(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+    runs: Runs, server: EmbeddedServer
 ) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 6})
-    async with opened_run(config) as run:
+    async with runs(trainer={"train_steps": 6}) as run:
         run.start()
         async with run.fed(6):
             await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
             before = aof_size(server)
-            await run.until("step 4", lambda: _announced(run, 4), pause=0.01)
-            seen = {r.policy_version: r for r in await run.store.policies.announced()}
+            await run.until_version(4)
+            seen = await run.seen()
             run.kill()
             server.kill()
             cut_aof(server, before)
@@ -200,28 +182,24 @@ async def test_a_trainer_that_dies_with_its_redis_comes_back_with_every_version(
 
 
 async def test_a_redis_that_lost_everything_learns_what_was_trained_and_published(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+    runs: Runs, server: EmbeddedServer
 ) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 9})
-    async with opened_run(config) as run:
+    async with runs(trainer={"train_steps": 9}) as run:
         run.start()
         async with run.fed(3):
-            await run.until("step 3", lambda: _announced(run, 3), pause=0.01)
+            await run.until_version(3)
             records = await run.store.policies.announced()
             server.kill()
             shutil.rmtree(server.folder / "appendonlydir")
             server.start()
-            await run.until("the re-assertion", lambda: _announced(run, 3), pause=0.05)
+            await run.until("the re-assertion", lambda: run.announced(3), pause=0.05)
         assert await run.store.policies.announced() == records
         state = await run.store.training.state()
         assert (state.trained_step, state.cut_step, state.committed_step) == (3, 3, 3)
 
 
-async def test_redis_may_be_unreachable_for_a_while_and_the_trainer_waits(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server)
-    async with opened_run(config) as run:
+async def test_redis_may_be_unreachable_for_a_while_and_the_trainer_waits(runs: Runs, server: EmbeddedServer) -> None:
+    async with runs() as run:
         run.start()
         async with run.fed(4):
             await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
@@ -232,17 +210,14 @@ async def test_redis_may_be_unreachable_for_a_while_and_the_trainer_waits(
         await assert_every_batch_counts_once(run, {})
 
 
-async def test_the_older_of_two_trainers_stops_and_says_why(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server)
-    async with opened_run(config) as run:
+async def test_the_older_of_two_trainers_stops_and_says_why(runs: Runs) -> None:
+    async with runs() as run:
         older = run.start()
         async with run.fed(4):
             await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
             os.kill(older.pid, signal.SIGSTOP)
             run.start()
-            await run.until("step 3", lambda: _announced(run, 3), pause=0.01)
+            await run.until_version(3)
             os.kill(older.pid, signal.SIGCONT)
             assert older.wait(120) == 1
             await run.until_finished()

@@ -62,7 +62,7 @@ def test_reward_rises_on_a_bandit(tmp_path: Path, advantage: str, loss: str) -> 
     rng = np.random.default_rng(0)
     algorithm = AlgorithmConfig(advantage=advantage, loss=loss)
     write_random_model(tmp_path, "qwen2", seed=0)
-    trainer = PolicyTrainer.from_folder(tmp_path, TrainerConfig(learning_rate=2e-2, algorithm=algorithm))
+    trainer = PolicyTrainer(tmp_path, TrainerConfig(learning_rate=2e-2, algorithm=algorithm))
     rewards = []
     for _ in range(12):
         report = trainer.train(roll_out(trainer, 4, 8, rng), {v: v for v in range(20)})

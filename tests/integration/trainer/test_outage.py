@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from rollmesh.store import EmbeddedServer
-
 from ...kit.ledger import read_ledger
-from .trainer_run import opened_run, write_run_file
+from .trainer_run import Runs
 
 pytestmark = pytest.mark.slow
 
 
-async def test_a_trainer_waits_for_its_checkpoint_store_wherever_it_is_unreachable(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(
-        tmp_path / "run", tiny_model, server, trainer={"train_steps": 3}, checkpoints={"state_every_steps": 1}
-    )
-    async with opened_run(config) as run:
+async def test_a_trainer_waits_for_its_checkpoint_store_wherever_it_is_unreachable(runs: Runs) -> None:
+    async with runs(trainer={"train_steps": 3}, checkpoints={"state_every_steps": 1}) as run:
 
         async def announced() -> bool:
             return len(await run.store.policies.announced()) == 3
 
-        async def rolled_back() -> bool:
-            return await run.store.rollbacks.pending() is None
-
-        run.start(script="unreachable_process")
+        run.start(fault="unreachable")
         async with run.fed(2):
             await run.until("version 2", announced, pause=0.01)
             await run.store.rollbacks.request(1)
-            await run.until("the end of the rollback", rolled_back, pause=0.01)
+            await run.until_rolled_back()
             await run.feed(1)
             await run.until_finished()
-            run.start(script="unreachable_process")
+            run.start(fault="unreachable")
             await run.until_finished()
         waits = [json.loads(line) for line in run.log().splitlines() if '"event": "unreachable"' in line]
         assert {wait["what"]: wait["message"].partition(":")[0] for wait in waits} == {
@@ -51,7 +40,7 @@ async def test_a_trainer_waits_for_its_checkpoint_store_wherever_it_is_unreachab
             "open_session": "lineage",
             "remove_unfinished_batches": "remove_unfinished_batches",
         }
-        assert [(r.policy_version, r.train_step) for r in await run.store.policies.announced()] == [
+        assert await run.published() == [
             (0, 0), (1, 1), (2, 2), (3, 2), (4, 3)
         ]  # fmt: skip
         ledger = read_ledger(run.checkpoints)

@@ -5,33 +5,22 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.store import EmbeddedServer
 
-from .slow_parts_process import PART_SECONDS
-from .trainer_run import GROUPS, START_SECONDS, TrainerRun, opened_run, write_run_file
+from .trainer_process import PART_SECONDS
+from .trainer_run import GROUPS, Runs, TrainerRun
 
 SCHEDULE = {"preset": "one_step_off", "max_staleness": 1, "part_groups": 1}
 
 
-def lines(run: TrainerRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-
-
-async def begun(run: TrainerRun, steps: int, script: str = "trainer_process", ranks: int = 1) -> None:
+async def begun(run: TrainerRun, steps: int, ranks: int = 1, fault: str = "") -> None:
     """The trainer waits for a cut, and the groups of these steps are ready."""
-    run.start(ranks, script=script)
-
-    async def announced() -> bool:
-        return await run.store.policies.latest() is not None
-
-    await run.until("the initial policy", announced, START_SECONDS, pause=0.05)
+    run.start(ranks, fault=fault)
+    await run.until_version(0)
     await run.feed(steps)
 
 
@@ -39,7 +28,7 @@ async def accumulated(run: TrainerRun, times: int = 1) -> None:
     """All groups of the next batch are in parts, for the ``times``-th time."""
 
     def logged() -> bool:
-        events = [json.loads(line) for line in run.log().splitlines() if '"part_accumulated"' in line]
+        events = run.events("part_accumulated")
         return sum(event["groups"] == GROUPS for event in events) >= times
 
     await run.until("the parts", logged, pause=0.02)
@@ -60,11 +49,10 @@ async def trained(run: TrainerRun, step: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "kill"), [(1, False), (1, True), (2, True)])
 async def test_parts_before_the_cut_train_the_batch_once_and_like_a_whole_batch(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, ranks: int, kill: bool
+    runs: Runs, ranks: int, kill: bool
 ) -> None:
     """The whole batch is trained by one rank."""
-    config = write_run_file(tmp_path / "parts", tiny_model, server, schedule=SCHEDULE, trainer={"train_steps": 2})
-    async with opened_run(config) as run:
+    async with runs("parts", schedule=SCHEDULE, trainer={"train_steps": 2}) as run:
         await begun(run, 1, ranks=ranks)
         await accumulated(run)
         if kill:
@@ -75,33 +63,24 @@ async def test_parts_before_the_cut_train_the_batch_once_and_like_a_whole_batch(
         await run.store.leadership.cut(run.leader, 1, run.cuts[0])
         await trained(run, 1)
         assert run.checkpoints.batch_steps() == [1]
-        ours = lines(run)
-    whole = write_run_file(
-        tmp_path / "whole", tiny_model, server, schedule=SCHEDULE | {"part_groups": 0}, trainer={"train_steps": 2}
-    )
-    async with opened_run(whole) as run:
+        ours = run.lines()
+    async with runs("whole", schedule=SCHEDULE | {"part_groups": 0}, trainer={"train_steps": 2}) as run:
         await begun(run, 1)
         await run.store.leadership.cut(run.leader, 1, run.cuts[0])
         await trained(run, 1)
-        theirs = lines(run)
+        theirs = run.lines()
     assert [line["groups_before_cut"] for line in (*ours, *theirs)] == [GROUPS, 0]
     for name in ("loss", "grad_norm"):
         assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("parts", [1, 0])
-async def test_an_outage_never_changes_what_a_step_reads_of_earlier_versions(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, parts: int
-) -> None:
-    config = write_run_file(
-        tmp_path / "run",
-        tiny_model,
-        server,
+async def test_an_outage_never_changes_what_a_step_reads_of_earlier_versions(runs: Runs, parts: int) -> None:
+    async with runs(
         schedule=SCHEDULE | {"part_groups": parts},
         trainer={"train_steps": 3, "algorithm": {"old_logprobs": "snapshot"}},
-    )
-    async with opened_run(config) as run:
-        await begun(run, 2, script="unreachable_process")
+    ) as run:
+        await begun(run, 2, fault="unreachable")
         if parts:
             await accumulated(run)
         await run.store.leadership.cut(run.leader, 1, run.cuts[0])
@@ -114,21 +93,18 @@ async def test_an_outage_never_changes_what_a_step_reads_of_earlier_versions(
         assert [(event["event"], event.get("what")) for event in events] == [
             ("part_waits", None) if parts else ("unreachable", "train")
         ]
-        assert lines(run)[1]["groups_before_cut"] == parts * GROUPS
-        assert lines(run)[1]["policy"]["old_logprob_fallbacks"] == {}
+        assert run.lines()[1]["groups_before_cut"] == parts * GROUPS
+        assert run.lines()[1]["policy"]["old_logprob_fallbacks"] == {}
 
 
-async def test_the_trainer_does_not_wait_while_it_computes_parts(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, schedule=SCHEDULE, trainer={"train_steps": 2})
-    async with opened_run(config) as run, httpx.AsyncClient(timeout=60.0) as client:
-        await begun(run, 1, script="slow_parts_process")
+async def test_the_trainer_does_not_wait_while_it_computes_parts(runs: Runs) -> None:
+    async with runs(schedule=SCHEDULE, trainer={"train_steps": 2}) as run, httpx.AsyncClient(timeout=60.0) as client:
+        await begun(run, 1, fault="slow parts")
         await accumulated(run)
         await run.store.leadership.cut(run.leader, 1, run.cuts[0])
         await run.until("the end of the step", lambda: '"step_trained"' in run.log(), pause=0.02)
         passed = (logged_at(run, "step_trained") - logged_at(run, "trainer_takes_over")).total_seconds()
-        (step,) = lines(run)
+        (step,) = run.lines()
         assert 0 < step["wait_seconds"] <= passed - GROUPS * PART_SECONDS
         (endpoint,) = read_endpoints(run.folder, "trainer")
         exposition = (await client.get(f"http://{endpoint.admin}/metrics")).text
@@ -136,14 +112,11 @@ async def test_the_trainer_does_not_wait_while_it_computes_parts(
         assert dict(phases) == {"wait": "1.0", "write_batch": "1.0"}
 
 
-async def test_a_batch_with_other_groups_than_the_parts_is_trained_whole(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, schedule=SCHEDULE, trainer={"train_steps": 2})
-    async with opened_run(config) as run:
+async def test_a_batch_with_other_groups_than_the_parts_is_trained_whole(runs: Runs) -> None:
+    async with runs(schedule=SCHEDULE, trainer={"train_steps": 2}) as run:
         await begun(run, 2)
         await accumulated(run)
         await run.store.leadership.cut(run.leader, 1, run.cuts[1])
         await trained(run, 1)
         assert run.checkpoints.batch_footer(1).group_ids == run.cuts[1]
-        assert [line["groups_before_cut"] for line in lines(run)] == [0]
+        assert [line["groups_before_cut"] for line in run.lines()] == [0]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -18,50 +16,45 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
 
 from ...kit.ledger import read_ledger
-from .test_background_publication import held_run, release, uninterrupted, versions, waits
 from .test_full_disk import fill
-from .test_kills import assert_every_batch_counts_once, last_weights
+from .test_kills import assert_every_batch_counts_once
 from .test_parts import SCHEDULE
-from .trainer_run import GROUPS, START_SECONDS, TrainerRun, opened_run, write_run_file
+from .trainer_run import GROUPS, START_SECONDS, Runs, TrainerRun, release
 
 pytestmark = pytest.mark.slow
 
 
-def lines(run: TrainerRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def accumulated_in(run: TrainerRun, step: int) -> bool:
     """All groups of the batch of this step are in parts."""
-    events = [json.loads(line) for line in run.log().splitlines() if '"part_accumulated"' in line]
+    events = run.events("part_accumulated")
     return any((event["train_step"], event["groups"]) == (step, GROUPS) for event in events)
 
 
 @pytest.mark.parametrize("at", ["before the manifest", "before the announcement"])
 async def test_a_trainer_that_takes_over_publishes_the_version_in_flight_once(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, at: str
+    runs: Runs, tmp_path: Path, tiny_model: Path, server: EmbeddedServer, at: str
 ) -> None:
-    expected = await uninterrupted({}, tmp_path / "calm", tiny_model, server)
-    async with held_run(tmp_path / "run", tiny_model, server, monkeypatch, at=at, step=2) as run:
+    expected = await runs.calm_weights()
+    async with runs.held(at, 2) as run:
         older = run.process
         assert older is not None
         run.start()
         await run.until_finished()
-        seen = {record.policy_version: record for record in await run.store.policies.announced()}
+        seen = await run.seen()
         release(run)
         assert await asyncio.to_thread(older.wait, 120) == 1
         assert "two trainers on one run" in run.log()
         await assert_every_batch_counts_once(run, seen, one_at_a_time=False)
-        assert await last_weights(run) == expected
+        assert await run.last_weights() == expected
 
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("at", ["before the announcement", "before the marker"])
 async def test_a_redis_that_comes_back_empty_learns_the_version_in_flight(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, at: str, killed: bool
+    runs: Runs, server: EmbeddedServer, at: str, killed: bool
 ) -> None:
-    async with held_run(tmp_path / "run", tiny_model, server, monkeypatch, at=at, step=2, fed=2) as run:
-        seen = {record.policy_version: record for record in await run.store.policies.announced()}
+    async with runs.held(at, 2, fed=2) as run:
+        seen = await run.seen()
         if killed:
             run.kill()
         server.kill()
@@ -75,7 +68,7 @@ async def test_a_redis_that_comes_back_empty_learns_the_version_in_flight(
             release(run)
 
         async def announced() -> bool:
-            return await versions(run) == [0, 1, 2]
+            return await run.versions() == [0, 1, 2]
 
         await run.until("the version in flight", announced, pause=0.01)
         for record in await run.store.policies.announced():
@@ -85,35 +78,31 @@ async def test_a_redis_that_comes_back_empty_learns_the_version_in_flight(
 
 
 async def test_two_ranks_killed_with_a_publication_in_flight_train_like_one(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
-    expected = load(await uninterrupted({}, tmp_path / "calm", tiny_model, server))
-    async with held_run(
-        tmp_path / "run", tiny_model, server, monkeypatch, at="before the manifest", step=2, ranks=2
-    ) as run:
-        await run.until("the next step to be trained", lambda: waits(run, 2), START_SECONDS, pause=0.01)
-        assert await versions(run) == [0, 1]
-        seen = {record.policy_version: record for record in await run.store.policies.announced()}
+    expected = load(await runs.calm_weights())
+    async with runs.held("before the manifest", 2, ranks=2) as run:
+        await run.until("the next step to be trained", lambda: run.waits_to_publish(2), START_SECONDS, pause=0.01)
+        assert await run.versions() == [0, 1]
+        seen = await run.seen()
         run.kill()
         run.start(ranks=2)
         await run.until_finished(START_SECONDS)
         await assert_every_batch_counts_once(run, seen)
-        found = load(await last_weights(run))
+        found = load(await run.last_weights())
     for name, weights in expected.items():
         assert np.abs(found[name] - weights).max() < 2e-4, name
 
 
 @pytest.mark.parametrize("killed", [False, True])
 async def test_snapshot_logprobs_are_of_the_named_version_while_the_next_one_is_in_flight(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, killed: bool
+    runs: Runs, killed: bool
 ) -> None:
     trainer = {"train_steps": 3, "algorithm": {"old_logprobs": "snapshot"}}
-    async with held_run(
-        tmp_path / "run", tiny_model, server, monkeypatch, at="before the pruning", step=2, fed=2, trainer=trainer
-    ) as run:
+    async with runs.held("before the pruning", 2, fed=2, trainer=trainer) as run:
         run.sampled_by = 1
         await run.feed(1)
-        await run.until("the next step to be trained", lambda: waits(run, 2), pause=0.01)
+        await run.until("the next step to be trained", lambda: run.waits_to_publish(2), pause=0.01)
         if killed:
             run.kill()
             run.start()
@@ -121,34 +110,25 @@ async def test_snapshot_logprobs_are_of_the_named_version_while_the_next_one_is_
             release(run)
         await run.until_finished()
         await assert_every_batch_counts_once(run, {})
-        policy = lines(run)[2]["policy"]
+        policy = run.lines()[2]["policy"]
         assert policy["old_logprob_fallbacks"] == {}
         assert policy["ratio"]["mean"] != 1.0, "the old logprobs are of version 1, the new ones of version 2"
 
 
 @pytest.mark.parametrize("killed", [False, True])
-async def test_parts_of_the_next_batch_are_accumulated_while_a_version_is_in_flight(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, killed: bool
-) -> None:
+async def test_parts_of_the_next_batch_are_accumulated_while_a_version_is_in_flight(runs: Runs, killed: bool) -> None:
     # A schedule with parts requires a state of every step.
     sections = {"schedule": SCHEDULE, "trainer": {"train_steps": 2}, "checkpoints": {"state_every_steps": 1}}
-    whole = write_run_file(
-        tmp_path / "whole", tiny_model, server, schedule=SCHEDULE | {"part_groups": 0}, trainer={"train_steps": 2}
-    )
-    async with opened_run(whole) as run:
-        run.start()
-        async with run.fed(2):
-            await run.until_finished()
-        theirs = lines(run)
-    async with held_run(
-        tmp_path / "run", tiny_model, server, monkeypatch, at="before the manifest", step=1, fed=1, **sections
-    ) as run:
+    async with runs("whole", schedule=SCHEDULE | {"part_groups": 0}, trainer={"train_steps": 2}) as run:
+        await run.train(2)
+        theirs = run.lines()
+    async with runs.held("before the manifest", 1, fed=1, **sections) as run:
         await run.feed(1)
         cut = run.cuts.pop()
         await run.until("the parts", lambda: accumulated_in(run, 2), pause=0.02)
-        assert await versions(run) == [0]
+        assert await run.versions() == [0]
         run.cuts.append(cut)
-        await run.until("the next step to be trained", lambda: waits(run, 1), pause=0.01)
+        await run.until("the next step to be trained", lambda: run.waits_to_publish(1), pause=0.01)
         if killed:
             run.kill()
             run.start()
@@ -156,29 +136,19 @@ async def test_parts_of_the_next_batch_are_accumulated_while_a_version_is_in_fli
             release(run)
         await run.until_finished()
         await assert_every_batch_counts_once(run, {})
-        ours = lines(run)
+        ours = run.lines()
     assert killed or ours[1]["groups_before_cut"] == GROUPS
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in ours] == pytest.approx([line[name] for line in theirs], rel=1e-5, abs=1e-7)
 
 
-async def test_training_waits_for_room_on_the_disk_while_a_version_is_in_flight(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, small_disk: Path
-) -> None:
+async def test_training_waits_for_room_on_the_disk_while_a_version_is_in_flight(runs: Runs, small_disk: Path) -> None:
     checkpoints = {"folder": str(small_disk / "checkpoints"), "state_every_steps": 2}
     async with (
-        held_run(
-            tmp_path / "run",
-            tiny_model,
-            server,
-            monkeypatch,
-            at="before the folder",
-            step=2,
-            checkpoints=checkpoints,
-        ) as run,
+        runs.held("before the folder", 2, checkpoints=checkpoints) as run,
         httpx.AsyncClient(timeout=60.0) as client,
     ):
-        await run.until("the next step to be trained", lambda: waits(run, 2), pause=0.01)
+        await run.until("the next step to be trained", lambda: run.waits_to_publish(2), pause=0.01)
         fill(small_disk / "filler")
         release(run)
 
@@ -188,12 +158,12 @@ async def test_training_waits_for_room_on_the_disk_while_a_version_is_in_flight(
             return answer.status_code == 503 and answer.json()["reason"].startswith("disk full: publish: ")
 
         await run.until("a trainer that waits for room", waits_for_room, pause=0.02)
-        (refused, *_) = [json.loads(line) for line in run.log().splitlines() if '"disk_full"' in line]
+        (refused, *_) = run.events("disk_full")
         assert refused["what"] == "publish"
         assert str(small_disk / "checkpoints/policies/00000002-") in refused["message"]
         assert "bytes free" in refused["message"]
         assert (await run.store.training.state()).trained_step == 2
-        assert await versions(run) == [0, 1]
+        assert await run.versions() == [0, 1]
         (small_disk / "filler").unlink()
         await run.until_finished()
         await assert_every_batch_counts_once(run, {})
@@ -201,18 +171,15 @@ async def test_training_waits_for_room_on_the_disk_while_a_version_is_in_flight(
 
 @pytest.mark.parametrize("at", ["before the folder", "before the manifest", "before the announcement"])
 async def test_a_version_after_a_rollback_names_the_restored_one_although_the_trainer_was_killed(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, at: str
+    runs: Runs, at: str
 ) -> None:
-    async with held_run(tmp_path / "run", tiny_model, server, monkeypatch, at=at, step=2, fed=2) as run:
+    async with runs.held(at, 2, fed=2) as run:
         await run.store.rollbacks.request(0)
-        await run.until("the rollback to wait", lambda: waits(run, 2), pause=0.01)
+        await run.until("the rollback to wait", lambda: run.waits_to_publish(2), pause=0.01)
         run.kill()
         run.start()
 
-        async def done() -> bool:
-            return await run.store.rollbacks.pending() is None
-
-        await run.until("the end of the rollback", done, pause=0.01)
+        await run.until_rolled_back()
         records = await run.store.policies.announced()
         assert [(r.policy_version, r.train_step) for r in records] == [(0, 0), (1, 1), (2, 2)]
         opened = [run.checkpoints.open(r) for r in records]
@@ -221,15 +188,11 @@ async def test_a_version_after_a_rollback_names_the_restored_one_although_the_tr
         assert last == first
 
 
-async def test_a_rollback_is_carried_out_although_the_step_after_a_diverged_policy_was_confirmed(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_rollback_is_carried_out_although_the_step_after_a_diverged_policy_was_confirmed(runs: Runs) -> None:
     trainer = {"train_steps": 5, "learning_rate": 1e30}
-    held = held_run(
-        tmp_path / "run", tiny_model, server, monkeypatch, at="before the canary", step=1, fed=2, trainer=trainer
-    )
+    held = runs.held("before the canary", 1, fed=2, trainer=trainer)
     async with held as run:
-        await run.until("the next step to be trained", lambda: waits(run, 1), pause=0.01)
+        await run.until("the next step to be trained", lambda: run.waits_to_publish(1), pause=0.01)
         release(run)
         for _ in range(2):
             assert await run.until_failed() == EXIT_CONFIG
@@ -241,14 +204,11 @@ async def test_a_rollback_is_carried_out_although_the_step_after_a_diverged_poli
         await run.store.rollbacks.request(0)
         run.start()
 
-        async def done() -> bool:
-            return await run.store.rollbacks.pending() is None
-
-        await run.until("the end of the rollback", done, pause=0.01)
+        await run.until_rolled_back()
         first, last = await run.store.policies.announced()
         assert (last.policy_version, last.train_step) == (1, 2), "the confirmed step is replayed, and no more"
         assert (await run.store.leadership.desired()).start_at_version == 1, "version 0 is of the abandoned branch"
-        weights = [(run.checkpoints.open(r).folder / "model.safetensors").read_bytes() for r in (first, last)]
+        weights = [run.weights(r) for r in (first, last)]
         assert weights[0] == weights[1]
         ledger = read_ledger(run.checkpoints)
         assert ledger.groups == {1: run.cuts[0], 2: run.cuts[1]}

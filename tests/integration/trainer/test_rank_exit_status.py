@@ -11,9 +11,8 @@ from rollmesh.config import write_run_config
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import child_environment, service_spec
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
-from rollmesh.store import EmbeddedServer
 
-from .trainer_run import START_SECONDS, TrainerRun, opened_run, write_run_file
+from .trainer_run import START_SECONDS, Runs, TrainerRun
 from .two_ranks import run_two_ranks
 
 
@@ -30,10 +29,8 @@ def start_ranks(run: TrainerRun) -> subprocess.Popen[bytes]:
     return run.process
 
 
-async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_exit_status_of_all_ranks(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_exit_status_of_all_ranks(runs: Runs) -> None:
+    async with runs() as run:
         await run.store.training.open_session("another run of this name", lineage="of other checkpoints")
 
         ranks = start_ranks(run)
@@ -42,22 +39,17 @@ async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_exit_statu
         assert "choose another name" in run.log()
 
 
-async def test_moments_that_cannot_be_split_are_refused_whoever_starts_the_ranks(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
+async def test_moments_that_cannot_be_split_are_refused_whoever_starts_the_ranks(runs: Runs) -> None:
     """On Kubernetes the number of ranks is not in the run file."""
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"optimizer": "adamw_8bit"})
-    async with opened_run(config) as run:
+    async with runs(trainer={"optimizer": "adamw_8bit"}) as run:
         ranks = run.start(ranks=2)
 
         assert ranks.wait(START_SECONDS) == EXIT_CONFIG, run.log()[-4000:]
         assert "trainer.optimizer=adamw_8bit with 2 trainer processes" in run.log()
 
 
-async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(runs: Runs) -> None:
+    async with runs() as run:
         ranks = start_ranks(run)
         await run.until("two ranks", lambda: len(run.ranks()) == 2, START_SECONDS, pause=0.01)
 
@@ -68,7 +60,7 @@ async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(
 
 def test_the_wait_for_an_order_outlasts_the_limit_of_collective_calls_and_ends_with_the_leader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "waited")
-    _, follower = run_two_ranks("waiting_process", tmp_path)
+    _, follower = run_two_ranks("wait", tmp_path)
     assert re.search(r"^training: .*[Tt]imed out", follower, re.MULTILINE), follower
     assert re.search(r"^order: late$", follower, re.MULTILINE), follower
     assert re.search(r"^leader: .*(closed|reset)", follower, re.MULTILINE), follower

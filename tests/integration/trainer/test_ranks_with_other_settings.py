@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from rollmesh.config import load_run_config
 
 from ...kit.made_batches import write_random_model
-from .other_settings_process import BUDGET, OTHER_BUDGET, ranks_of, train
-from .parts_rank_process import first_moments
+from .rank_process import BUDGET, OTHER_BUDGET, first_moments, ranks_of, train
 from .two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.slow
@@ -39,7 +38,7 @@ def test_a_rank_with_another_run_file_trains_the_step_of_rank_0(tmp_path: Path, 
         "trainer": {"learning_rate": 0.01, "device": "cpu", "tokens_per_microbatch": BUDGET},
     }
     run_file.write_text(yaml.safe_dump(run))
-    run_two_ranks("other_settings_process", run_file, out, change, str(groups_ahead))
+    run_two_ranks("read_other_settings", run_file, out, change, str(groups_ahead))
     alone = ranks_of(load_run_config(run_file, environ={}))
     whole = train(alone)
     report = json.loads((out / "report.json").read_text())

@@ -14,10 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollmesh.store import EmbeddedServer
-
 from ...kit.ledger import read_ledger
-from .trainer_run import START_SECONDS, opened_run, write_run_file
+from .trainer_run import START_SECONDS, Runs
 
 pytestmark = pytest.mark.long
 
@@ -129,15 +127,12 @@ def test_a_pod_whose_first_one_comes_late_waits_for_it_and_names_it(pods: Pods) 
     assert second.poll() is None
 
 
-async def test_a_run_goes_on_with_the_pod_that_replaces_a_deleted_one(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server)
+async def test_a_run_goes_on_with_the_pod_that_replaces_a_deleted_one(runs: Runs, tmp_path: Path) -> None:
     program = Path(__file__).with_name("trainer_process.py")
     pods = Pods(tmp_path, program, tmp_path / "run" / "run.yaml")
 
     try:
-        async with opened_run(config) as run:
+        async with runs() as run:
             run.process, second = pods.start(0), pods.start(1)
             (run.folder / "trainer.log").symlink_to(pods.log_file(0))
             async with run.fed(2):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from rollmesh.report.ledger_check import StalenessRule, Trained, read_batches
-from rollmesh.store import EmbeddedServer
 
-from .test_kills import MOMENTS, last_weights
+from .test_kills import MOMENTS, kill_at_every_moment
 from .test_parts import accumulated, begun
 from .test_parts import trained as trained_step
-from .test_rollback import _announced, _rolled_back
-from .trainer_run import GROUPS, TrainerRun, opened_run, write_run_file
+from .trainer_run import GROUPS, Runs, TrainerRun
 
 pytestmark = pytest.mark.slow
 
@@ -32,25 +26,16 @@ def ledger(run: TrainerRun) -> Trained:
     return counts
 
 
-def lines(run: TrainerRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def draws(run: TrainerRun) -> list[list[tuple[int, str]]]:
     footers = [run.checkpoints.batch_footer(step) for step in run.checkpoints.batch_steps()]
     return [footer.replay.groups for footer in footers if footer.replay is not None]
 
 
 @pytest.mark.timeout(600)
-async def test_a_trainer_killed_at_every_moment_draws_the_groups_of_an_uninterrupted_one(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    calm = write_run_file(tmp_path / "calm", tiny_model, server, trainer=TRAINER, checkpoints={"state_every_steps": 2})
-    async with opened_run(calm) as run:
-        run.start()
-        async with run.fed(STEPS):
-            await run.until_finished()
-        expected, expected_draws, recorded = await last_weights(run), draws(run), lines(run)
+async def test_a_trainer_killed_at_every_moment_draws_the_groups_of_an_uninterrupted_one(runs: Runs) -> None:
+    async with runs("calm", trainer=TRAINER, checkpoints={"state_every_steps": 2}) as run:
+        await run.train(STEPS)
+        expected, expected_draws, recorded = await run.last_weights(), draws(run), run.lines()
         counts = ledger(run)
     assert [len(drawn) for drawn in expected_draws] == [0, *[GROUPS] * (STEPS - 1)]
     assert counts.replays.problems == [] and counts.trained_twice() == {} and counts.trajectories_twice == {}
@@ -61,50 +46,36 @@ async def test_a_trainer_killed_at_every_moment_draws_the_groups_of_an_uninterru
     fresh_tokens = sum(line["batch"]["trained_tokens"] for line in recorded)
     assert recorded[-1]["mesh"]["trained_token_total"] == fresh_tokens == counts.loss_tokens
 
-    killed = write_run_file(
-        tmp_path / "killed", tiny_model, server, trainer=TRAINER, checkpoints={"state_every_steps": 2}
-    )
-    async with opened_run(killed) as run:
+    async with runs("killed", trainer=TRAINER, checkpoints={"state_every_steps": 2}) as run:
         run.start()
         async with run.fed(STEPS):
-            for step, (name, moment) in enumerate(MOMENTS, start=1):
-                await run.until(f"step {step}: {name}", lambda m=moment, s=step: m(run, s))
-                run.kill()
-                run.start()
+            await kill_at_every_moment(run)
             await run.until_finished()
         assert draws(run) == expected_draws
         assert ledger(run).replays.problems == []
-        assert await last_weights(run) == expected
+        assert await run.last_weights() == expected
 
 
-async def test_a_missing_batch_file_is_left_out_of_the_draw_with_a_warning(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer=TRAINER | {"train_steps": 4})
-    async with opened_run(config) as run:
+async def test_a_missing_batch_file_is_left_out_of_the_draw_with_a_warning(runs: Runs) -> None:
+    async with runs(trainer=TRAINER | {"train_steps": 4}) as run:
         run.start()
         async with run.fed(3):
             await run.until("step 3", lambda: _committed(run, 3), pause=0.01)
         (run.checkpoints.root / "batches" / "00000002.pb").unlink()
-        run.start()
-        async with run.fed(1):
-            await run.until_finished()
+        await run.train(1)
         replay = run.checkpoints.batch_footer(4).replay
         assert replay is not None and set(replay.sources) == {3}
         assert {step for step, _ in replay.groups} == {3}
         assert '"replay_without_batch"' in run.log()
 
 
-async def test_batches_from_before_a_rollback_are_not_replayed(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer=TRAINER | {"train_steps": 6})
-    async with opened_run(config) as run:
+async def test_batches_from_before_a_rollback_are_not_replayed(runs: Runs) -> None:
+    async with runs(trainer=TRAINER | {"train_steps": 6}) as run:
         run.start()
         async with run.fed(3):
-            await run.until("version 3", lambda: _announced(run, 3), pause=0.01)
+            await run.until_version(3)
             await run.store.rollbacks.request(1)
-            await run.until("the end of the rollback", lambda: _rolled_back(run), pause=0.01)
+            await run.until_rolled_back()
             run.kill()
             run.start()
             await run.feed(3)
@@ -114,26 +85,21 @@ async def test_batches_from_before_a_rollback_are_not_replayed(
         assert ledger(run).replays.problems == []
 
 
-async def test_replayed_groups_join_the_parts_of_their_batch(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
+async def test_replayed_groups_join_the_parts_of_their_batch(runs: Runs) -> None:
     first_lines = []
     for name, parts in (("parts", 1), ("whole", 0)):
-        config = write_run_file(
-            tmp_path / name,
-            tiny_model,
-            server,
+        async with runs(
+            name,
             schedule={"preset": "one_step_off", "max_staleness": 1, "part_groups": parts},
             trainer=TRAINER | {"train_steps": 3},
-        )
-        async with opened_run(config) as run:
+        ) as run:
             await begun(run, 2)
             for step in (1, 2):
                 if parts:
                     await accumulated(run, step)
                 await run.store.leadership.cut(run.leader, step, run.cuts[step - 1])
                 await trained_step(run, step)
-            first_lines.append(lines(run)[1])
+            first_lines.append(run.lines()[1])
     ours, theirs = first_lines
     assert (ours["groups_before_cut"], theirs["groups_before_cut"]) == (GROUPS, 0)
     assert ours["replayed_share"] == theirs["replayed_share"] == 0.5

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,10 @@ from rollmesh.launcher.console_notes import ServiceWatch
 from rollmesh.runtime.endpoints import AdminClient, ServiceStates
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store import EmbeddedServer
 
 from ...kit.s3_server import Bucket
 from .test_full_disk import fill
-from .trainer_run import TrainerRun, opened_run, write_run_file
+from .trainer_run import Runs, TrainerRun
 
 pytestmark = pytest.mark.slow
 
@@ -48,21 +49,26 @@ async def assert_shown(run: TrainerRun, reason: str) -> None:
 
 
 async def test_checkpoints_on_a_full_disk_of_their_own(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    config = write_run_file(
-        tmp_path / "run", tiny_model, server, checkpoints={"folder": str(small_disk / "checkpoints")}
-    )
     fill(small_disk / "filler")
-    async with opened_run(config) as run:
+    async with runs(checkpoints={"folder": str(small_disk / "checkpoints")}) as run:
         run.start()
         await assert_shown(run, "disk full")
 
 
-def in_bucket(folder: Path, model: Path, server: EmbeddedServer, bucket: Bucket) -> RunConfig:
-    section = bucket.section("runs/x").model_dump(include={"folder", "object_store"})
-    return write_run_file(folder, model, server, checkpoints=section)
+@asynccontextmanager
+async def run_in_bucket(runs: Runs, fault: str) -> AsyncIterator[TrainerRun]:
+    """A run whose trainer is started, with its checkpoints in a bucket that has a fault."""
+    bucket = Bucket(runs.folder / "s3.log", fault)
+    try:
+        section = bucket.section("runs/x").model_dump(include={"folder", "object_store"})
+        async with runs(checkpoints=section) as run:
+            run.start()
+            yield run
+    finally:
+        bucket.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -71,45 +77,24 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"AWS_{name}", value)
 
 
-async def test_an_object_store_that_fails(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_object_store_that_fails(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    bucket = Bucket(tmp_path / "s3.log", "outage")
-    try:
-        async with opened_run(in_bucket(tmp_path / "run", tiny_model, server, bucket)) as run:
-            run.start()
-            await assert_shown(run, "this server refuses")
-    finally:
-        bucket.stop()
+    async with run_in_bucket(runs, "outage") as run:
+        await assert_shown(run, "this server refuses")
 
 
-async def test_an_object_store_that_refuses_for_good_ends_the_trainer_with_the_remedy(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    bucket = Bucket(tmp_path / "s3.log", "no listing")
-    try:
-        async with opened_run(in_bucket(tmp_path / "run", tiny_model, server, bucket)) as run:
-            run.start()
-            assert await run.until_failed() == 78
-            (end,) = [line for line in run.log().splitlines() if '"event": "service_failed"' in line]
-    finally:
-        bucket.stop()
-    assert "allow them to list the bucket" in json.loads(end)["message"]
+async def test_an_object_store_that_refuses_for_good_ends_the_trainer_with_the_remedy(runs: Runs) -> None:
+    async with run_in_bucket(runs, "no listing") as run:
+        assert await run.until_failed() == 78
+        (end,) = run.events("service_failed")
+    assert "allow them to list the bucket" in end["message"]
 
 
-async def test_a_page_in_another_pod_shows_the_wait_and_its_end(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, small_disk: Path
-) -> None:
-    config = write_run_file(
-        tmp_path / "run", tiny_model, server, checkpoints={"folder": str(small_disk / "checkpoints")}
-    )
+async def test_a_page_in_another_pod_shows_the_wait_and_its_end(runs: Runs, tmp_path: Path, small_disk: Path) -> None:
     fill(small_disk / "filler")
-    elsewhere = RunConfig.model_validate(
-        config.model_dump()
-        | {"folder": str(tmp_path / "pod"), "network": {"shared_folder": False}, "store": {"url": server.url}}
-    )
-    async with opened_run(config) as run, AdminClient() as client:
+    async with runs(checkpoints={"folder": str(small_disk / "checkpoints")}) as run, AdminClient() as client:
+        other = {"folder": str(tmp_path / "pod"), "network": {"shared_folder": False}}
+        elsewhere = RunConfig.model_validate(run.config.model_dump() | other | {"store": {"url": runs.server.url}})
         states = ServiceStates(tmp_path / "pod", client)
         poller = MeshPoller(run.store, elsewhere, GatewayMetrics(Metrics("gateway")), Health(), states)
 

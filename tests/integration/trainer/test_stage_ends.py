@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import Append, EmbeddedServer, Finish, NewGroup, Score, TokenDigest
+from rollmesh.store import Append, Finish, NewGroup, Score, TokenDigest
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
-from .test_kills import last_weights
-from .trainer_run import GROUPS, MEMBERS, START_SECONDS, VOCABULARY, TrainerRun, opened_run, write_run_file
+from .trainer_run import GROUPS, MEMBERS, VOCABULARY, Runs, TrainerRun
 
 pytestmark = pytest.mark.slow
 
@@ -26,35 +22,26 @@ BETWEEN_STAGES = {
 }
 
 
-async def test_tokens_of_an_earlier_stage_keep_that_stages_logprobs_through_kills(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    expected = await _weights_after_stages(tmp_path / "calm", tiny_model, server)
+async def test_tokens_of_an_earlier_stage_keep_that_stages_logprobs_through_kills(runs: Runs) -> None:
+    expected = await _weights_after_stages(runs, "calm")
     for number, pattern in enumerate(BETWEEN_STAGES.values()):
-        found = await _weights_after_stages(tmp_path / f"killed-{number}", tiny_model, server, kill_at=pattern)
+        found = await _weights_after_stages(runs, f"killed-{number}", kill_at=pattern)
         assert found == expected, pattern
 
 
-async def test_ranks_continue_from_the_records_of_their_stages(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    await _weights_after_stages(tmp_path / "ranks", tiny_model, server, kill_at="states/00000002-*/COMMITTED", ranks=2)
+async def test_ranks_continue_from_the_records_of_their_stages(runs: Runs) -> None:
+    await _weights_after_stages(runs, "ranks", kill_at="states/00000002-*/COMMITTED", ranks=2)
 
 
-async def _weights_after_stages(
-    folder: Path, model: Path, server: EmbeddedServer, *, kill_at: str = "", ranks: int = 1
-) -> bytes:
+async def _weights_after_stages(runs: Runs, name: str, *, kill_at: str = "", ranks: int = 1) -> bytes:
     """Train the batches of all stages; those of later ones gain tokens in every stage. The trainer is killed once."""
-    config = write_run_file(
-        folder,
-        model,
-        server,
+    async with runs(
+        name,
         trainer={"train_steps": STAGES, "algorithm": {"old_logprobs": "stage_end"}},
         schedule={"preset": "copris_paper"},
-    )
-    async with opened_run(config) as run:
+    ) as run:
         run.start(ranks)
-        await run.until("the initial policy", lambda: _announced(run, 0), START_SECONDS, pause=0.05)
+        await run.until_version(0)
         batches = await _admit(run)
         session = await run.store.sessions.open("feeder")
         for stage in range(STAGES):
@@ -76,20 +63,19 @@ async def _weights_after_stages(
             await _end(run, session, ended, version=stage, offset=offset)
             await run.store.trajectories.release(session, parked, "paused")
             await run.store.leadership.cut(run.leader, stage + 1, batches[stage])
-            announced = lambda version=stage + 1: _announced(run, version)  # noqa: E731
             if kill_at.partition("/")[2].startswith(f"{stage + 1:08d}"):
                 await run.until(kill_at, lambda: any(run.checkpoints.root.glob(kill_at)))
                 run.kill()
                 run.start(ranks)
-            await run.until(f"version {stage + 1}", announced, START_SECONDS, pause=0.01)
+            await run.until_version(stage + 1)
         await run.until_finished()
-        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        lines = run.lines()
         assert [line["batch"]["version_span"]["mean"] for line in lines] == [0.0, 1.0, 2.0]
         assert [sum(line["policy"]["old_logprob_fallbacks"].values()) for line in lines] == [0, 0, 0]
         (state,) = run.checkpoints.committed_states()[:1]
         assert state.record.extra["train_step"] == STAGES
         assert "stage" not in state.record.extra, "nothing is in flight at the end"
-        return await last_weights(run)
+        return await run.last_weights()
 
 
 async def _admit(run: TrainerRun) -> list[list[str]]:
@@ -148,8 +134,3 @@ def _segment(trajectory_id: str, version: int) -> Segment:
         policy_version=version,
         kv_min_version=version,
     )
-
-
-async def _announced(run: TrainerRun, version: int) -> bool:
-    latest = await run.store.policies.latest()
-    return latest is not None and latest.policy_version >= version

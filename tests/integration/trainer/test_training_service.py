@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from pathlib import Path
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -16,7 +16,7 @@ from rollmesh.config.rollout import RewardConfig
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 from rollmesh.scheduling import run_limits
-from rollmesh.store import EmbeddedServer, Score
+from rollmesh.store import Score
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import GeneratorWork, OutcomeKind, RewardOutcome
@@ -24,16 +24,13 @@ from rollmesh.worker.trajectory_scoring import shape
 
 from ...kit.ledger import read_ledger
 from ...kit.records import generator_record
-from .trainer_run import GROUPS, MEMBERS, SECRET, START_SECONDS, opened_run, write_run_file
+from .trainer_run import GROUPS, MEMBERS, SECRET, START_SECONDS, Runs
 
 pytestmark = pytest.mark.slow
 
 
-async def test_a_run_trains_every_batch_once_and_publishes_every_version(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server)
-    async with opened_run(config) as run:
+async def test_a_run_trains_every_batch_once_and_publishes_every_version(runs: Runs) -> None:
+    async with runs() as run:
         # No generator runs here: this one is what the trainer is told.
         told = generator_record("told", slot_count=1, work=GeneratorWork(prefill_tokens=1, generated_tokens=1_000_000))
         await run.store.generators.register(told, ttl=600)
@@ -61,20 +58,19 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
             load_file(run.checkpoints.open(r).folder / "model.safetensors") for r in (records[0], records[-1])
         )
         assert any((initial[name] != last[name]).any() for name in initial)
-        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        lines = run.lines()
         assert [(m["train_step"], m["policy_version"]) for m in lines] == [(s, s) for s in range(1, 5)]
         assert lines[-1]["batch"]["groups"] == GROUPS
         mesh = lines[-1]["mesh"]
         assert mesh["trained_token_total"] > 0 and mesh["generated_token_total"] == 1_000_000
         assert mesh["goodput"] == mesh["trained_token_total"] / 1_000_000
-        samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+        samples = run.lines("samples.jsonl")
         assert {s["train_step"] for s in samples} == {1, 2, 3, 4}
 
 
 async def test_values_that_the_run_assigns_to_time_outs_are_trained_even_where_a_batch_has_no_others(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+    runs: Runs,
 ) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1})
     policy = RewardConfig(on_timeout="fixed", fixed_value=-1.0, overlong_buffer_tokens=60)
 
     def score_of(trajectory_id: str) -> Score:
@@ -88,11 +84,9 @@ async def test_values_that_the_run_assigns_to_time_outs_are_trained_even_where_a
             assigned=result.assigned,
         )
 
-    async with opened_run(config) as run:
+    async with runs(trainer={"train_steps": 1}) as run:
         run.score_of = score_of
-        run.start()
-        async with run.fed(1):
-            await run.until_finished()
+        await run.train(1)
         first, last = (
             load_file(run.checkpoints.open(r).folder / "model.safetensors")
             for r in await run.store.policies.announced()
@@ -104,14 +98,11 @@ async def test_values_that_the_run_assigns_to_time_outs_are_trained_even_where_a
     assert line["batch"]["outcome_mean"] is None, "no verifier gave a value"
 
 
-async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 3})
-    async with opened_run(config) as run:
+async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(runs: Runs) -> None:
+    async with runs(checkpoints={"state_every_steps": 3}) as run:
         process = run.start(fresh=True)
         async with run.fed(2):
-            await run.until("version 2", lambda: _announced(run.folder, 2))
+            await run.until_version(2)
             (endpoint,) = read_endpoints(run.folder, "trainer")
             async with httpx.AsyncClient(timeout=60.0) as client:
                 metrics = (await client.get(f"http://{endpoint.admin}/metrics")).text
@@ -129,26 +120,24 @@ async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
         assert read_ledger(run.checkpoints).committed_step == 4
 
 
-@pytest.mark.parametrize("damage", ["byte", "manifest", "gone"])
+@pytest.mark.parametrize("damage", ["model.safetensors", "manifest.json", "gone"])
 async def test_a_newest_policy_that_was_damaged_at_rest_is_published_again_as_the_next_version(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, damage: str
+    runs: Runs, damage: str
 ) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server)
-    async with opened_run(config) as run:
+    async with runs() as run:
         process = run.start()
         async with run.fed(4):
-            await run.until("version 2", lambda: _announced(run.folder, 2))
+            await run.until_version(2)
             process.send_signal(signal.SIGTERM)
             assert process.wait(120) in (0, EXIT_UNFINISHED)
             newest = (await run.store.policies.announced())[-1]
             folder = run.checkpoints.root / newest.path
             weights = load_file(folder / "model.safetensors")
-            if damage == "byte":
-                _flip_last_byte(folder / "model.safetensors")
-            elif damage == "manifest":
-                _flip_last_byte(folder / "manifest.json")
-            else:
+            if damage == "gone":
                 shutil.rmtree(folder)
+            else:
+                file = folder / damage
+                file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
             run.start()
             await run.until_finished()
         policies = await run.store.policies.announced()
@@ -161,17 +150,8 @@ async def test_a_newest_policy_that_was_damaged_at_rest_is_published_again_as_th
         assert all(np.array_equal(weights[name], again[name]) for name in weights)
 
 
-def _flip_last_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-async def test_what_the_queue_knows_of_the_steps_outlives_the_folder_of_a_trainer_that_was_killed(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 2})
-    async with opened_run(config) as run:
+async def test_what_the_queue_knows_of_the_steps_outlives_the_folder_of_a_trainer_that_was_killed(runs: Runs) -> None:
+    async with runs(checkpoints={"state_every_steps": 2}) as run:
 
         async def reported_steps() -> list[int]:
             return [report["train_step"] for report in await run.store.step_reports.read(0, 99)]
@@ -192,20 +172,14 @@ async def test_what_the_queue_knows_of_the_steps_outlives_the_folder_of_a_traine
         assert await reported_steps() == [1, 2, 3, 4]
         assert after[:2] == before[:2]
         assert after[2]["time"] > before[2]["time"], "the step was trained again"
-        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        lines = run.lines()
         assert after[2:] == [reported(line) for line in lines]
 
 
-async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_touches_the_queue(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1})
-    async with opened_run(config) as run:
-        run.start()
-        async with run.fed(1):
-            await run.until_finished()
-        outsider = write_run_file(tmp_path / "elsewhere" / "run", tiny_model, server, trainer={"train_steps": 1})
-        async with opened_run(outsider) as other:
+async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_touches_the_queue(runs: Runs) -> None:
+    async with runs(trainer={"train_steps": 1}) as run:
+        await run.train(1)
+        async with replace(runs, folder=runs.folder / "elsewhere")(trainer={"train_steps": 1}) as other:
             other.start()
             with pytest.raises(pytest.fail.Exception, match="the trainer ended"):
                 await other.until_finished()
@@ -215,36 +189,28 @@ async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_t
         assert [r.policy_version for r in await run.store.policies.announced()] == [0, 1]
 
 
-async def test_a_start_with_another_secret_is_refused_and_changes_nothing(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 2})
-    async with opened_run(config) as run:
-        run.start()
-        async with run.fed(2):
-            await run.until_finished()
+async def test_a_start_with_another_secret_is_refused_and_changes_nothing(runs: Runs) -> None:
+    async with runs(trainer={"train_steps": 2}) as run:
+        await run.train(2)
         records = {name: (run.folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
         state = await run.store.training.state()
-        write_run_file(run.folder, tiny_model, server, trainer={"train_steps": 2}, checkpoints={"secret": SECRET[::-1]})
+        runs.file(trainer={"train_steps": 2}, checkpoints={"secret": SECRET[::-1]})
         run.start()
         assert await run.until_failed() == EXIT_CONFIG
         assert "if checkpoints.secret (or ROLLMESH_CHECKPOINTS__SECRET) has changed" in run.log()
         assert {name: (run.folder / name).read_bytes() for name in records} == records
         assert await run.store.training.state() == state
-        write_run_file(run.folder, tiny_model, server, trainer={"train_steps": 2})
+        runs.file(trainer={"train_steps": 2})
         run.start()
         await run.until_finished()
         assert {name: (run.folder / name).read_bytes() for name in records} == records
 
 
-async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_queue_is_forgotten(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 2})
-    async with opened_run(config) as run:
+async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_queue_is_forgotten(runs: Runs) -> None:
+    async with runs(trainer={"train_steps": 2}) as run:
         run.start()
         async with run.fed(2):
-            await run.until("version 1", lambda: _announced(run.folder, 1))
+            await run.until_version(1)
             await run.until_finished()
         for late in [*run.checkpoints.root.glob("*/00000002-*"), *run.checkpoints.root.glob("batches/00000002*")]:
             shutil.rmtree(late) if late.is_dir() else late.unlink()
@@ -254,7 +220,7 @@ async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_que
         assert "train step 1, but the queue has recorded step 2 as trained" in run.log()
 
         await run.store.connection.command("FLUSHDB")
-        await run.store.limits.init_run(run_limits(config))
+        await run.store.limits.init_run(run_limits(run.config))
 
         async def rebuilt() -> bool:
             state = await run.store.training.state()
@@ -263,7 +229,3 @@ async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_que
         run.start()
         await run.until("the queue rebuilt from the checkpoints", rebuilt, pause=0.05)
         assert [r.policy_version for r in await run.store.policies.announced()] == [0, 1]
-
-
-def _announced(folder: Path, step: int) -> bool:
-    return any((folder / "checkpoints" / "policies").glob(f"{step:08d}-*/ANNOUNCED"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -14,10 +13,9 @@ from torch.distributed import TCPStore
 
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
-from rollmesh.store import EmbeddedServer
 
-from .test_kills import assert_every_batch_counts_once, last_weights
-from .trainer_run import START_SECONDS, TrainerRun, opened_run, write_run_file
+from .test_kills import assert_every_batch_counts_once
+from .trainer_run import START_SECONDS, Runs
 from .two_ranks import TwoRanks
 
 pytestmark = pytest.mark.slow
@@ -25,18 +23,14 @@ pytestmark = pytest.mark.slow
 STEPS = 4
 
 
-async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    async with opened_run(write_run_file(tmp_path / "alone", tiny_model, server)) as run:
-        run.start()
-        async with run.fed(STEPS):
-            await run.until_finished()
-        expected = load(await last_weights(run))
-    async with opened_run(write_run_file(tmp_path / "ranks", tiny_model, server)) as run:
+async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(runs: Runs) -> None:
+    async with runs("alone") as run:
+        await run.train(STEPS)
+        expected = load(await run.last_weights())
+    async with runs("ranks") as run:
         ranks = run.start(ranks=2, fresh=True)
         async with run.fed(STEPS):
-            await run.until("step 2", lambda: _announced(run, 2), pause=0.01)
+            await run.until_version(2)
             _, follower = run.ranks()
             follower.kill()
             run.process = None
@@ -44,18 +38,16 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
             run.start(ranks=2, fresh=True)
             await run.until_finished(START_SECONDS)
         await assert_every_batch_counts_once(run, {})
-        found = load(await last_weights(run))
+        found = load(await run.last_weights())
     for name, weights in expected.items():
         assert np.abs(found[name] - weights).max() < 2e-4, name
 
 
-async def test_two_ranks_leave_a_damaged_newest_state_for_the_one_before(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
-    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+async def test_two_ranks_leave_a_damaged_newest_state_for_the_one_before(runs: Runs) -> None:
+    async with runs() as run:
         run.start(ranks=2)
         async with run.fed(3):
-            await run.until("step 3", lambda: _announced(run, 3), pause=0.01)
+            await run.until_version(3)
             run.kill()
             newest, before = run.checkpoints.committed_states()
             shard = sorted(newest.folder.glob("*.safetensors"))[-1]
@@ -71,22 +63,20 @@ async def test_two_ranks_leave_a_damaged_newest_state_for_the_one_before(
         await assert_every_batch_counts_once(run, {})
 
 
-async def test_no_rank_ends_with_the_status_of_a_complete_run_when_sigterm_stops_the_leading_one(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
-) -> None:
+async def test_no_rank_ends_with_the_status_of_a_complete_run_when_sigterm_stops_the_leading_one(runs: Runs) -> None:
     """On Kubernetes each pod of the trainer is an index of its Job, which never starts again after status 0."""
-    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+    async with runs() as run:
         ranks = run.start(ranks=2)
         assert isinstance(ranks, TwoRanks)
         async with run.fed(2):
-            await run.until("step 2", lambda: _announced(run, 2), pause=0.01)
+            await run.until_version(2)
             ranks.leader.terminate()
 
             assert ranks.statuses(120) == [EXIT_UNFINISHED, EXIT_UNFINISHED], run.log()[-4000:]
 
 
 async def test_a_rank_that_waits_for_the_others_or_loads_the_model_is_alive_and_not_ready(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart of the ranks in a pod, its startup probe has passed already."""
     port, store = free_port(), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -101,7 +91,7 @@ async def test_a_rank_that_waits_for_the_others_or_loads_the_model_is_alive_and_
     }
     for name, value in alone_of_two.items():
         monkeypatch.setenv(name, value)
-    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+    async with runs() as run:
         run.start()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
 
@@ -112,8 +102,3 @@ async def test_a_rank_that_waits_for_the_others_or_loads_the_model_is_alive_and_
 
             await run.until("the liveness probe", alive, START_SECONDS, pause=0.05)
             assert (await client.get("/readyz")).status_code == 503
-
-
-async def _announced(run: TrainerRun, step: int) -> bool:
-    latest = await run.store.policies.latest()
-    return latest is not None and latest.train_step >= step

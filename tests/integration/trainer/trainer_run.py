@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.scheduling import run_limits
 from rollmesh.segments import slice_segment
 from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectoryStore
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
+from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment
 
 from ...kit.waiting import reached
 from ...kit.warm import TRAINER, WarmProcess, template
@@ -98,22 +99,25 @@ class TrainerRun:
     def folder(self) -> Path:
         return Path(self.config.folder)
 
-    def start(self, ranks: int = 1, *, fresh: bool = False, script: str = "trainer_process") -> Process:
-        """Start one trainer or two ranks with their imports done, or ``fresh``: in new interpreters, under torchrun."""
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    def start(self, ranks: int = 1, *, fresh: bool = False, fault: str = "") -> Process:
+        """Start one trainer or two ranks with their imports done, or ``fresh``: in new interpreters, under torchrun.
+
+        ``fault`` is one of ``trainer_process``.
+        """
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "FAULT": fault}
         log_file, run_file = self.folder / "trainer.log", str(self.folder / "run.yaml")
         assert ranks in (1, WORLD)
         if fresh:
-            program = [str(Path(__file__).with_name(f"{script}.py")), run_file]
+            program = [str(Path(__file__).with_name("trainer_process.py")), run_file]
             torchrun = ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
             command = [sys.executable, *(torchrun if ranks > 1 else ()), *program]
             with log_file.open("ab") as log:
                 self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         elif ranks == WORLD:
-            self.process = TwoRanks(script, run_file, output=lambda rank: log_file)
+            self.process = TwoRanks("trainer_process", run_file, output=lambda rank: log_file, environment=environment)
         else:
             # Two starts in turn differ in the order of sets, as any two processes do.
-            warm, module = template(*TRAINER, seed=self.starts % 2), f"tests.integration.trainer.{script}"
+            warm, module = template(*TRAINER, seed=self.starts % 2), "tests.integration.trainer.trainer_process"
             self.starts += 1
             self.process = warm.start(module, [run_file], output=log_file, environment=environment)
         return self.process
@@ -140,6 +144,57 @@ class TrainerRun:
 
     def log(self) -> str:
         return (self.folder / "trainer.log").read_text()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Lines of the trainer's log with this event."""
+        lines = [json.loads(line) for line in self.log().splitlines() if f'"{name}"' in line]
+        return [line for line in lines if line["event"] == name]
+
+    def lines(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / file).read_text().splitlines()]
+
+    def waits_to_publish(self, version: int) -> bool:
+        """The training loop waits for the publication of this version."""
+        return any(event["policy_version"] == version for event in self.events("training_waits_for_publication"))
+
+    async def seen(self) -> dict[int, PolicyRecord]:
+        """Every announced policy, by version."""
+        return {record.policy_version: record for record in await self.store.policies.announced()}
+
+    async def versions(self) -> list[int]:
+        return [record.policy_version for record in await self.store.policies.announced()]
+
+    async def published(self) -> list[tuple[int, int]]:
+        """Version and train step of every announced policy."""
+        return [(r.policy_version, r.train_step) for r in await self.store.policies.announced()]
+
+    def weights(self, record: PolicyRecord) -> bytes:
+        return (self.checkpoints.open(record).folder / "model.safetensors").read_bytes()
+
+    async def last_weights(self) -> bytes:
+        """Weights of the last step of the run, which is published."""
+        latest = await self.store.policies.latest()
+        assert latest is not None and latest.train_step == self.config.trainer.train_steps
+        return self.weights(latest)
+
+    async def announced(self, version: int) -> bool:
+        latest = await self.store.policies.latest()
+        return latest is not None and latest.policy_version >= version
+
+    async def rolled_back(self) -> bool:
+        return await self.store.rollbacks.pending() is None
+
+    async def until_version(self, version: int, pause: float = 0.01) -> None:
+        await self.until(f"version {version}", lambda: self.announced(version), START_SECONDS, pause)
+
+    async def until_rolled_back(self) -> None:
+        await self.until("the end of the rollback", self.rolled_back, pause=0.01)
+
+    async def train(self, steps: int) -> None:
+        """Start the trainer, and feed it until it has trained the last step."""
+        self.start()
+        async with self.fed(steps):
+            await self.until_finished()
 
     async def until(
         self, what: str, condition: Callable[[], bool | Awaitable[bool]], seconds: float = 120.0, pause: float = 0.0
@@ -201,11 +256,7 @@ class TrainerRun:
     @asynccontextmanager
     async def fed(self, steps: int) -> AsyncIterator[None]:
         """Feed all batches once version 0 is announced, and cut them while the block runs."""
-
-        async def announced() -> bool:
-            return await self.store.policies.latest() is not None
-
-        await self.until("the initial policy", announced, START_SECONDS, pause=0.05)
+        await self.until_version(0, pause=0.05)
         await self.feed(steps)
         task = asyncio.create_task(self.cut_forever())
         try:
@@ -235,6 +286,57 @@ async def opened_run(config: RunConfig) -> AsyncIterator[TrainerRun]:
             yield run
         finally:
             run.kill()
+
+
+_HELD: dict[str, dict[str, Any]] = {"trainer": {"train_steps": 5}, "checkpoints": {"state_every_steps": 2}}
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs in the folder of a test, with its model and its server."""
+
+    folder: Path
+    model: Path
+    server: EmbeddedServer
+    monkeypatch: pytest.MonkeyPatch
+
+    def file(self, name: str = "run", /, **sections: dict[str, Any]) -> RunConfig:
+        """Write a run file, or write it anew; its folder has the name."""
+        return write_run_file(self.folder / name, self.model, self.server, **sections)
+
+    @asynccontextmanager
+    async def __call__(self, name: str = "run", /, **sections: dict[str, Any]) -> AsyncIterator[TrainerRun]:
+        async with opened_run(self.file(name, **sections)) as run:
+            yield run
+
+    def hold(self, at: str, step: int, *, fails: bool = False) -> None:
+        """Let trainers with the fault ``held`` stop, or fail, at a point of a step (``trainer_process.POINTS``)."""
+        for name, value in (("HELD_AT", at), ("HELD_STEP", str(step)), ("HELD_FAILS", "1" if fails else "")):
+            self.monkeypatch.setenv(name, value)
+
+    @asynccontextmanager
+    async def held(
+        self, at: str, step: int, *, fed: int = 5, ranks: int = 1, **sections: dict[str, Any]
+    ) -> AsyncIterator[TrainerRun]:
+        """A run of 5 steps whose trainer is stopped at a point of the publication of ``step``, and state 2 is saved."""
+        self.hold(at, step)
+        async with self("run", **(_HELD | sections)) as run:
+            os.mkfifo(run.folder / "release")
+            run.start(ranks, fault="held")
+            async with run.fed(fed):
+                await run.until(at, (run.folder / "held").exists, pause=0.01)
+                yield run
+
+    async def calm_weights(self) -> bytes:
+        """Last weights of a run like those of ``held`` that nothing interrupts."""
+        async with self("calm", **_HELD) as run:
+            await run.train(5)
+            return await run.last_weights()
+
+
+def release(run: TrainerRun) -> None:
+    """Let a held trainer go on."""
+    (run.folder / "release").write_bytes(b"")
 
 
 def finish_of(trajectory_id: str, policy_version: int = 0) -> Finish:

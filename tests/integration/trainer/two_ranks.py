@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from torch.distributed import TCPStore
 
@@ -17,11 +18,18 @@ WORLD = 2
 class TwoRanks:
     """Two processes of ``tests/integration/trainer/<script>.py`` and the store at which they meet."""
 
-    def __init__(self, script: str, *arguments: str | Path, output: Callable[[int], Path]) -> None:
+    def __init__(
+        self,
+        script: str,
+        *arguments: str | Path,
+        output: Callable[[int], Path],
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         # As with torchrun, the store is there before the ranks: a port that was only looked up may be taken.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
             **os.environ,
+            **environment,
             "WORLD_SIZE": str(WORLD),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
@@ -66,11 +74,11 @@ class TwoRanks:
             rank.kill()
 
 
-def run_two_ranks(script: str, *arguments: str | Path) -> list[str]:
-    """Run ``tests/integration/trainer/<script>.py`` as every rank; returns what each printed, in rank order."""
+def run_two_ranks(scene: str, *arguments: str | Path) -> list[str]:
+    """Run a scene of ``rank_process`` as every rank; returns what each printed, in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank-{rank}" for rank in range(WORLD)]
-        ranks = TwoRanks(script, *arguments, output=lambda rank: outputs[rank])
+        ranks = TwoRanks("rank_process", scene, *arguments, output=lambda rank: outputs[rank])
         try:
             code = ranks.wait(120)
         finally:

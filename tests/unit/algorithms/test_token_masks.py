@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.algorithms.token_masks import MaskInput, MaskReason, mask_reasons, ratio_bounds, stale_mask
+from rollmesh.algorithms.token_masks import MaskInput, ratio_bounds
 from rollmesh.config.loss_methods import MASKS
 
 
@@ -124,13 +124,3 @@ def test_each_bound_of_the_ratio_mask_works_alone(option: str) -> None:
     assert ratio_bounds(data, **nothing).all()
     alone = nothing | {option: OPTIONS["ratio"][option]}
     assert not ratio_bounds(data, **alone).all()
-
-
-def test_stale_tokens_leave_the_mask_and_say_why() -> None:
-    original = torch.tensor([False, True, True, True, False])
-    staleness = torch.tensor([0, 0, 2, 3, 0])
-    mask = stale_mask(staleness, original, 2)
-    assert mask.tolist() == [False, True, True, False, False]
-    assert torch.equal(stale_mask(staleness, original, None), original)
-    reasons = mask_reasons(torch.tensor([True, False, False, False, False]), original, mask)
-    assert [MaskReason(r).name for r in reasons.tolist()] == ["PROMPT", "TRAINED", "TRAINED", "STALE", "ENVIRONMENT"]

@@ -26,7 +26,7 @@ def threshold(dtype: str, **generator: float) -> float:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_the_canary_lets_own_weights_pass_and_refuses_others(tmp_path: Path, dtype: str) -> None:
-    trainer = PolicyTrainer.from_folder(resolve_model("recipe:countdown"), TrainerConfig(device="cpu"), dtype=dtype)
+    trainer = PolicyTrainer(resolve_model("recipe:countdown"), TrainerConfig(device="cpu"), dtype=dtype)
     canary = canary_sequences(96)
     expected = np.concatenate(trainer.logprobs(canary))
     trainer.export(tmp_path / "own")

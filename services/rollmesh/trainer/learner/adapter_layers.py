@@ -26,11 +26,7 @@ _SEED = 20_250_916
 
 
 def add_adapter(causal_lm: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
-    """Freeze a model and add a zero adapter, with the same A on every rank and at every start.
-
-    Returns the contents of its ``adapter_config.json``. Raises ConfigError if a target is no linear layer of the
-    transformer blocks, or smaller than the rank.
-    """
+    """Freeze a model and add a zero adapter, the same on every rank; return its ``adapter_config.json``."""
     # peft imports accelerate, which takes seconds: only runs with an adapter pay for it.
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -56,10 +52,7 @@ def add_adapter(causal_lm: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
 
 
 def target_names(causal_lm: nn.Module, adapter: AdapterConfig) -> list[str]:
-    """Return the names of the adapted layers, sorted.
-
-    Raises ConfigError for a name that no linear layer of the transformer blocks has, and for a rank above their size.
-    """
+    """Return the names of the adapted layers, sorted. Raises ConfigError for a name or a rank that no layer fits."""
     sizes: dict[str, int] = {}
     for name, layer in _block_layers(causal_lm):
         last = name.rpartition(".")[2]

@@ -11,7 +11,7 @@ from rollmesh.algorithms.old_logprobs import OldLogprobs
 from rollmesh.config import RunConfig
 from rollmesh.trainer.learner.distributed import pick_device
 from rollmesh.trainer.learner.method_binding import bind_advantage, bind_masks, loss_recipe, step_recipe
-from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, trajectory_columns
+from rollmesh.trainer.learner.train_batch import build_train_batch, trajectory_columns
 from rollmesh.trainer.learner.train_step import apply_masks, token_columns
 from rollmesh.types import Batch, FinishReason, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
 from rollmesh.user_code import own_code
@@ -22,7 +22,10 @@ def try_algorithm(config: RunConfig) -> None:
     algorithm = step_recipe(config.trainer, None).algorithm
     advantage, masks, recipe = bind_advantage(algorithm), bind_masks(algorithm), loss_recipe(algorithm)
     random = np.random.default_rng(0)
-    flat = _small_batch(config.schedule.group_size, random)
+    size = config.schedule.group_size
+    members = [tuple(_trajectory(group, member, random) for member in range(size)) for group in range(2)]
+    groups = [Group(group_id=f"trial-{g}", admission_index=g, trajectories=made) for g, made in enumerate(members)]
+    flat = build_train_batch(Batch(train_step=1, groups=tuple(groups)), {0: 0}, None)
     policy = np.where(flat.policy_mask, flat.behavior_logprobs + random.normal(0, 0.05, len(flat.token_ids)), 0.0)
     sums = trajectory_columns(
         flat,
@@ -42,18 +45,6 @@ def try_algorithm(config: RunConfig) -> None:
     loss = recipe.loss(data, recipe.options).loss
     with own_code(f"trainer.algorithm.loss={algorithm.loss}: its gradient"):
         torch.autograd.backward(loss.sum())
-
-
-def _small_batch(group_size: int, random: np.random.Generator) -> TrainBatch:
-    groups = [
-        Group(
-            group_id=f"trial-{g}",
-            admission_index=g,
-            trajectories=tuple(_trajectory(g, m, random) for m in range(group_size)),
-        )
-        for g in range(2)
-    ]
-    return build_train_batch(Batch(train_step=1, groups=tuple(groups)), {0: 0}, None)
 
 
 def _trajectory(group: int, member: int, random: np.random.Generator) -> Trajectory:

@@ -35,10 +35,7 @@ class World:
 
 
 def join_world(device_type: str) -> World:
-    """Join the process group that torchrun describes in the environment. A single process joins none.
-
-    ``device_type`` is ``cpu`` (gloo) or ``cuda`` (nccl).
-    """
+    """Join the process group of torchrun's environment: gloo for ``cpu``, nccl for ``cuda``. One process joins none."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World()
@@ -75,9 +72,8 @@ def shard(model: nn.Module, causal_lm: PreTrainedModel, world: World, *, mixed: 
     """
     if world.size == 1:
         return
-    policy = MixedPrecisionPolicy()
-    if mixed:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    half, full = torch.bfloat16, torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full) if mixed else MixedPrecisionPolicy()
     layers = set(causal_lm._no_split_modules or ())
     for module in causal_lm.modules():
         if type(module).__name__ in layers:
@@ -106,16 +102,12 @@ def sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
 
 
 def broadcast_bytes(data: bytes | None, world: World) -> bytes:
-    """Broadcast ``data`` of rank 0 to every rank; the other ranks pass None."""
+    """Broadcast ``data`` of rank 0, at least one byte, to every rank; the other ranks pass None."""
     if world.size == 1:
-        if data is None:
-            raise ValueError("broadcast_bytes: data is None; rank 0 must pass bytes")
+        assert data is not None
         return data
-    length = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
+    length = torch.tensor([len(data or b"")], dtype=torch.int64)
     dist.broadcast(length, 0, group=world.orders)
-    buffer = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
-    )
-    if len(buffer):
-        dist.broadcast(buffer, 0, group=world.orders)
+    buffer = torch.frombuffer(bytearray(data or bytes(int(length))), dtype=torch.uint8)
+    dist.broadcast(buffer, 0, group=world.orders)
     return buffer.numpy().tobytes()

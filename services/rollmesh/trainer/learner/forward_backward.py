@@ -47,10 +47,7 @@ class Compute:
 def compute_of(
     config: TrainerConfig, world: World, device: str | None = None, mixed_precision: bool | None = None
 ) -> Compute:
-    """Return device and precision of a trainer; ``device`` overrides the run file's.
-
-    ``mixed_precision`` runs the passes in bfloat16; None enables it on CUDA.
-    """
+    """Return device and precision of a trainer; ``mixed_precision`` is for passes in bfloat16, None for CUDA only."""
     place = pick_device(device or config.device, world.local_rank)
     mixed = place.type == "cuda" if mixed_precision is None else mixed_precision
     return Compute(
@@ -105,21 +102,15 @@ class TokenColumns:
 
 def score_batch(model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array) -> Float64Array:
     """Score the policy tokens of these trajectories: float64 [tokens] on every rank, 0 for all other tokens."""
-    logprobs: Float64Array = _score(model, compute, batch, sequences, entropy=False)[0]
+    logprobs: Float64Array = score_with_entropy(model, compute, batch, sequences, entropy=False)[0]
     return logprobs
 
 
-def score_with_entropy(model: PolicyModel, compute: Compute, batch: TrainBatch) -> tuple[Float64Array, Float64Array]:
-    """Score the policy tokens of all trajectories, like ``score_batch``: log-probabilities and entropy, [tokens]."""
-    logprobs, entropy = _score(model, compute, batch, np.arange(batch.trajectory_count), entropy=True)
-    return logprobs, entropy
-
-
 @torch.no_grad()
-def _score(
-    model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array, *, entropy: bool
+def score_with_entropy(
+    model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array, *, entropy: bool = True
 ) -> Float64Array:
-    """Return log-probabilities and entropy (0 without ``entropy``), float64 [2, tokens]."""
+    """Score like ``score_batch``: log-probabilities and entropy (0 without ``entropy``), float64 [2, tokens]."""
     values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
     for micro in compute.share(batch, sequences):
         with compute.precision():
@@ -172,10 +163,8 @@ def accumulate_gradient(
         index = torch.from_numpy(micro.token_index)
         data = columns.loss_input(logprobs, index, micro.sequence_index, micro.sequence_count)
         token_loss = recipe.loss(data, recipe.options).loss
-        if columns.reference_logprobs is not None:
-            token_loss = token_loss + recipe.kl_coefficient * k3(
-                logprobs, columns.reference_logprobs[index].to(logprobs)
-            )
+        if (reference := columns.reference_logprobs) is not None:
+            token_loss = token_loss + recipe.kl_coefficient * k3(logprobs, reference[index].to(logprobs))
         loss = aggregate(token_loss, data.mask, weights[index].to(logprobs))
         # FSDP2 averages gradients over the ranks. Multiplying by the number of ranks makes it a sum.
         torch.autograd.backward(loss * compute.world.size)
@@ -211,9 +200,8 @@ def score_sequences(
     model: PolicyModel, compute: Compute, sequences: Sequence[Int32Array], temperature: float
 ) -> list[Float32Array]:
     """Score sequences of at least 2 tokens, packed, and return the results in their order. Every rank scores all."""
-    return [
-        values.astype(np.float32, copy=False) for values in score_in_model_dtype(model, compute, sequences, temperature)
-    ]
+    scored = score_in_model_dtype(model, compute, sequences, temperature)
+    return [values.astype(np.float32, copy=False) for values in scored]
 
 
 @torch.no_grad()

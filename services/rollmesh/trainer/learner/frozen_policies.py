@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 import torch
@@ -26,6 +26,43 @@ It raises CheckpointError if the folder cannot be read at the moment.
 """
 BASE_VERSION = 0
 """Policy version that is the base of all adapters of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenPolicy:
+    """Weights of a policy that is not in training."""
+
+    tensors: Mapping[str, Tensor]
+    """Live (possibly sharded) tensors, with the names of ``PolicyModel.trained_parameters``."""
+    scoring: Callable[[], AbstractContextManager[PolicyModel]]
+    """Yields a model with these weights, for passes without a gradient within the block."""
+
+
+def frozen_model(model: PolicyModel, compute: Compute) -> FrozenPolicy:
+    """Freeze and shard a second model, whose full weights are the policy."""
+    model.requires_grad_(False)
+    shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
+    tensors = {name: p.detach() for name, p in model.trained_parameters().items()}
+    return FrozenPolicy(tensors=tensors, scoring=lambda: nullcontext(model))
+
+
+def frozen_adapter(model: PolicyModel) -> FrozenPolicy:
+    """Return values of an adapter, 0 until they are filled, which ``model`` takes within ``scoring``."""
+    values = {name: torch.zeros_like(p) for name, p in model.trained_parameters().items()}
+
+    @contextmanager
+    def scoring() -> Iterator[PolicyModel]:
+        live = {name: local_part(p.detach()) for name, p in model.trained_parameters().items()}
+        current = {name: value.clone() for name, value in live.items()}
+        try:
+            for name, value in values.items():
+                live[name].copy_(local_part(value))
+            yield model
+        finally:
+            for name, value in current.items():
+                live[name].copy_(value)
+
+    return FrozenPolicy(tensors=values, scoring=scoring)
 
 
 @dataclass(eq=False)
@@ -49,14 +86,14 @@ class PolicyVersions:
     def load(self, version: int) -> FrozenPolicy | None:
         """Load a version: a second model, or the values of its adapter. None on every rank if any cannot load it."""
         if self._model.adapter is not None and version == BASE_VERSION:
-            return AdapterOff(self._model)
+            return FrozenPolicy(tensors={}, scoring=self._model.base_only)
         folder = None if self._folder is None else self._folder(version)
         try:
             if self._model.adapter is None:
                 return self._read_model(folder)
             if not self._on_every_rank(folder is not None) or folder is None:
                 return None
-            adapter = FrozenAdapter(self._model)
+            adapter = frozen_adapter(self._model)
             load_weights(folder, adapter.tensors)  # fails on all ranks together
             return adapter
         except CheckpointError as error:
@@ -65,7 +102,7 @@ class PolicyVersions:
             log.warning("policy_not_loaded", policy_version=version, message=str(error))
             return None
 
-    def _read_model(self, folder: Path | None) -> FrozenModel | None:
+    def _read_model(self, folder: Path | None) -> FrozenPolicy | None:
         """Read full weights; the ranks agree before the error of one is raised."""
         model, failed = None, None
         try:
@@ -77,89 +114,11 @@ class PolicyVersions:
         found = self._on_every_rank(model is not None)
         if failed is not None:
             raise failed
-        return FrozenModel(model, self._compute) if model is not None and found else None
+        return frozen_model(model, self._compute) if model is not None and found else None
 
     def _on_every_rank(self, found: bool) -> bool:
         ranks = sum_over_ranks(torch.tensor([float(found)]), self._compute.world)
         return int(ranks) == self._compute.world.size
-
-
-class FrozenPolicy(Protocol):
-    """Weights of a policy that is not in training."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Live (possibly sharded) tensors, with the names of ``PolicyModel.trained_parameters``."""
-
-    @contextmanager
-    def scoring(self) -> Iterator[PolicyModel]:
-        """Yield a model with these weights, for passes without a gradient within the block."""
-
-
-class FrozenModel:
-    """Full weights: a second model."""
-
-    def __init__(self, model: PolicyModel, compute: Compute) -> None:
-        """Freeze and shard the model."""
-        model.requires_grad_(False)
-        shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
-        self._model = model
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return {name: p.detach() for name, p in self._model.trained_parameters().items()}
-
-    @contextmanager
-    def scoring(self) -> Iterator[PolicyModel]:
-        yield self._model
-
-
-class FrozenAdapter:
-    """Values of an adapter, for the policy model that has the base."""
-
-    def __init__(self, model: PolicyModel) -> None:
-        self._model = model
-        self._values = {name: torch.zeros_like(p) for name, p in model.trained_parameters().items()}
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self._values
-
-    @contextmanager
-    def scoring(self) -> Iterator[PolicyModel]:
-        live = {name: local_part(p.detach()) for name, p in self._model.trained_parameters().items()}
-        current = {name: value.clone() for name, value in live.items()}
-        try:
-            for name, value in self._values.items():
-                live[name].copy_(local_part(value))
-            yield self._model
-        finally:
-            for name, value in current.items():
-                live[name].copy_(value)
-
-
-class AdapterOff:
-    """The base: the policy model with its adapter switched off."""
-
-    def __init__(self, model: PolicyModel) -> None:
-        self._model = model
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return {}
-
-    @contextmanager
-    def scoring(self) -> Iterator[PolicyModel]:
-        with self._model.base_only() as model:
-            yield model
-
-
-def frozen_like(model: PolicyModel, source: ModelSource, compute: Compute) -> FrozenPolicy:
-    """Return frozen weights of the same layout as ``model``; the caller fills ``tensors``."""
-    if model.adapter is not None:
-        return FrozenAdapter(model)
-    dtype = next(model.parameters()).dtype
-    return FrozenModel(source.load(dtype=dtype, device=compute.device), compute)
 
 
 _PREFIX, _WEIGHT = "ewma.", "ewma_weight"
@@ -241,20 +200,24 @@ class WeightAverage:
         return [(local_part(mean), local_part(current[name])) for name, mean in self._copy().tensors.items()]
 
     def _copy(self) -> FrozenPolicy:
-        if self._average is None:
-            self._average = frozen_like(self._model, self._source, self._compute)
+        if self._average is None and self._model.adapter is not None:
+            self._average = frozen_adapter(self._model)
+        elif self._average is None:
+            dtype = next(self._model.parameters()).dtype
+            model = self._source.load(dtype=dtype, device=self._compute.device)
+            self._average = frozen_model(model, self._compute)
         return self._average
 
 
+@dataclass(eq=False)
 class Fp32Copy:
-    """Copy of ``model`` that is refreshed on each use. Every rank must make the same calls."""
+    """Copy of ``_model`` that is refreshed on each use. Every rank must make the same calls."""
 
-    def __init__(self, model: PolicyModel, source: ModelSource, compute: Compute) -> None:
-        self._model = model
-        self._source = source
-        self.compute: Final = replace(compute, autocast=False, mixed_shards=False)
-        """Compute settings for scoring with ``current``."""
-        self._copy: PolicyModel | None = None
+    _model: PolicyModel
+    _source: ModelSource
+    compute: Final[Compute]
+    """Compute settings for scoring with ``current``."""
+    _copy: PolicyModel | None = field(default=None, init=False)
 
     @torch.no_grad()
     def current(self) -> PolicyModel:

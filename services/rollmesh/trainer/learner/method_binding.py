@@ -12,11 +12,10 @@ from torch import Tensor
 from rollmesh.algorithms.advantages import TrajectoryColumns
 from rollmesh.algorithms.aggregation import AGGREGATIONS
 from rollmesh.algorithms.losses import LossInput, LossOptions, PolicyLoss, TokenLoss, loss_options
-from rollmesh.algorithms.ratios import UpdateScale
 from rollmesh.algorithms.token_masks import MaskInput
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.advantage_methods import ADVANTAGES
-from rollmesh.config.loss_methods import LOSSES, MASKS, OWN_MASK, MaskConfig
+from rollmesh.config.loss_methods import LOSSES, MASKS, OWN_MASK
 from rollmesh.config.old_logprob_methods import UPDATE_SCALES
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.forward_backward import LossRecipe
@@ -26,10 +25,7 @@ from rollmesh.user_code import OwnFunction
 
 
 def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepRecipe:
-    """Return the recipe of the run file, which is the same for every train step.
-
-    Raises ConfigError for a user's code that cannot be called as the method that it is named for.
-    """
+    """Return the recipe of the run file, for every train step. Raises ConfigError for code that cannot be called."""
     algorithm = config.algorithm
     bind_loss(algorithm), bind_advantage(algorithm), bind_masks(algorithm)
     return StepRecipe(
@@ -44,16 +40,9 @@ def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepR
 
 def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) -> StepSettings:
     """Return the settings of the run file for a train step."""
-    algorithm = config.algorithm
-    reference = algorithm.kl_reference_version if needs_reference(algorithm) else None
+    reference = config.algorithm.kl_reference_version if needs_reference(config.algorithm) else None
     rate = learning_rate(config, train_step)
     return StepSettings(learning_rate=rate, kl_reference_version=reference, recipe=recipe)
-
-
-def without_skips(settings: StepSettings) -> StepSettings:
-    """Return the settings with ``skip_zero_advantage`` off."""
-    algorithm = settings.recipe.algorithm.model_copy(update={"skip_zero_advantage": False})
-    return settings.model_copy(update={"recipe": settings.recipe.model_copy(update={"algorithm": algorithm})})
 
 
 def differing_settings(recorded: StepSettings, present: StepSettings) -> dict[str, str]:
@@ -64,6 +53,9 @@ def differing_settings(recorded: StepSettings, present: StepSettings) -> dict[st
 
 def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
     """Return the loss of an algorithm section, with the defaults of that loss for unset fields."""
+    scale = None
+    if config.update_scale != "none":
+        scale = UPDATE_SCALES.bind(config.update_scale, config.update_scale_options)
     return LossRecipe(
         loss=bind_loss(config),
         options=loss_options(
@@ -75,7 +67,7 @@ def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
         ),
         aggregation=AGGREGATIONS[config.aggregation or config.loss_method.aggregation],
         kl_coefficient=config.kl_coefficient,
-        update_scale=bind_update_scale(config),
+        update_scale=scale,
     )
 
 
@@ -115,11 +107,9 @@ def bind_advantage(algorithm: AlgorithmConfig) -> BoundAdvantage:
     A user's function declares the columns that it needs: ``function.needs_policy = True``, ``needs_reference``.
     """
     function = ADVANTAGES.bind(algorithm.advantage, algorithm.advantage_options, _problem_of_advantage)
-    method = algorithm.advantage_method
     if not isinstance(function, OwnFunction):
-        return BoundAdvantage(
-            compute=function, needs_policy=method.needs_policy, needs_reference=method.needs_reference
-        )
+        row = algorithm.advantage_method
+        return BoundAdvantage(compute=function, needs_policy=row.needs_policy, needs_reference=row.needs_reference)
     return BoundAdvantage(
         compute=lambda data: function(data).double(),
         needs_policy=function.declares("needs_policy"),
@@ -139,22 +129,15 @@ def bind_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
 
 def bind_masks(algorithm: AlgorithmConfig) -> tuple[BoundMask, ...]:
     """Return the masks of an algorithm section in order. Raises ConfigError for code that cannot be called as one."""
-    return tuple(_bind_mask(mask, i) for i, mask in enumerate(algorithm.masks))
-
-
-def bind_update_scale(algorithm: AlgorithmConfig) -> UpdateScale | None:
-    """Return the update scale of an algorithm section; None for none."""
-    if algorithm.update_scale == "none":
-        return None
-    return UPDATE_SCALES.bind(algorithm.update_scale, algorithm.update_scale_options)
-
-
-def _bind_mask(mask: MaskConfig, index: int) -> BoundMask:
-    field = f"{MASKS.field}.{index}"
-    keep = MASKS.bind(mask.name, mask.options, _problem_of_mask, of_field=field, options_field=f"{field}.options")
-    if isinstance(keep, OwnFunction):
-        return BoundMask(name=OWN_MASK, keep=keep, needs_policy=keep.declares("needs_policy"))
-    return BoundMask(name=mask.name, keep=keep, needs_policy=MASKS[mask.name].needs == "policy")
+    bound = []
+    for i, mask in enumerate(algorithm.masks):
+        field = f"{MASKS.field}.{i}"
+        keep = MASKS.bind(mask.name, mask.options, _problem_of_mask, of_field=field, options_field=f"{field}.options")
+        if isinstance(keep, OwnFunction):
+            bound.append(BoundMask(name=OWN_MASK, keep=keep, needs_policy=keep.declares("needs_policy")))
+        else:
+            bound.append(BoundMask(name=mask.name, keep=keep, needs_policy=MASKS[mask.name].needs == "policy"))
+    return tuple(bound)
 
 
 def _problem_of_advantage(result: Any, data: TrajectoryColumns) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from rollmesh.algorithms.old_logprobs import OldLogprobs, choose_old_logprobs, loglinear_share
 from rollmesh.config.old_logprob_methods import OldLogprobMethod, TrainerLogprobs
-from rollmesh.trainer.learner.forward_backward import Compute, score_batch, score_sequences, score_with_entropy
+from rollmesh.trainer.learner.forward_backward import Compute, score_batch, score_sequences
 from rollmesh.trainer.learner.frozen_policies import PolicyVersions, WeightAverage
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.train_batch import NO_VERSION, BoolArray, Float64Array, TrainBatch
@@ -56,10 +56,6 @@ class OldLogprobScorer:
             return old, loglinear_share(torch.from_numpy(batch.staleness)).numpy()
         return old, (own & old.from_trainer.numpy()).astype(np.float64)
 
-    def policy(self, batch: TrainBatch) -> tuple[Float64Array, Float64Array]:
-        """Score a batch under the current weights: log-probabilities and entropy, [tokens] each."""
-        return score_with_entropy(self._model, self._compute, batch)
-
     def reference(self, batch: TrainBatch, version: int) -> Float64Array:
         """Score a batch under a pinned version, [tokens]. Raises CheckpointError if the version is not kept."""
         with self._versions.reference(version).scoring() as model:
@@ -101,11 +97,9 @@ class OldLogprobScorer:
                     values = score_batch(model, self._compute, batch, sequences)
                 return values, batch.passed_mask, no_token
             trainer_logprobs = TrainerLogprobs.STEP_START
-        now = (
-            batch.passed_mask
-            if trainer_logprobs is TrainerLogprobs.STEP_START
-            else batch.passed_mask & (batch.versions == current_version)
-        )
+        now = batch.passed_mask
+        if trainer_logprobs is not TrainerLogprobs.STEP_START:
+            now = now & (batch.versions == current_version)
         if one_minibatch:
             values, own = zeros, now
         elif policy is not None:
@@ -126,10 +120,7 @@ class OldLogprobScorer:
         self, batch: TrainBatch, current_version: int, values: Float64Array, available: BoolArray
     ) -> tuple[Float64Array, BoolArray]:
         for version in np.unique(batch.versions[batch.passed_mask & batch.pure]):
-            if version == current_version:
-                continue
-            snapshot = self._versions.load(int(version))
-            if snapshot is None:
+            if version == current_version or (snapshot := self._versions.load(int(version))) is None:
                 continue
             of_version = batch.passed_mask & (batch.versions == version)
             with snapshot.scoring() as model:
@@ -144,26 +135,17 @@ Layout = list[list[str | int]]
 _NOTHING = np.empty(0, np.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorded:
-    logprobs: Float32Array  # [recorded tokens], NaN where unknown
-    digest: str
-    """Digest of the tokens: an environment may restart a trajectory under the same id."""
-
-
 class StageRecord:
-    """Log-probabilities by trajectory, computed while the trainer had the weights that sampled each token.
-
-    A token that is not recorded in its own stage stays unknown.
-    """
+    """Log-probabilities by trajectory, each computed in the stage that sampled the token, or unknown for good."""
 
     def __init__(self) -> None:
-        self._recorded: dict[str, _Recorded] = {}
+        self._recorded: dict[str, tuple[Float32Array, str]] = {}
+        """By trajectory: log-probabilities [recorded tokens], NaN where unknown, and the digest of these tokens: an
+        environment may restart a trajectory under the same id."""
 
     def unrecorded(self, trajectory: Trajectory) -> int:
         """Return the number of response tokens after the recorded ones."""
-        known = self._of(trajectory.trajectory_id, trajectory.response_ids)
-        return trajectory.response_token_count - len(known)
+        return trajectory.response_token_count - len(self._of(trajectory.trajectory_id, trajectory.response_ids))
 
     def append(self, trajectory: Trajectory, logprobs: Float32Array, current: int) -> None:
         """Record the new tokens at the end of a trajectory.
@@ -173,10 +155,13 @@ class StageRecord:
         """
         ids = trajectory.response_ids
         known = self._of(trajectory.trajectory_id, ids)
-        tail = np.where(response_versions(trajectory) == current, logprobs, np.nan)[len(known) :]
-        self._recorded[trajectory.trajectory_id] = _Recorded(
-            logprobs=np.concatenate([known, tail.astype(np.float32)]), digest=_digest(ids)
-        )
+        versions = [
+            np.full(len(s), NO_VERSION if s.behavior_logprobs is None else s.policy_version)
+            for s in trajectory.segments
+        ]
+        sampled_now = np.concatenate([*versions, np.empty(0, np.int64)]) == current
+        tail = np.where(sampled_now, logprobs, np.nan)[len(known) :].astype(np.float32)
+        self._recorded[trajectory.trajectory_id] = np.concatenate([known, tail]), _digest(ids)
 
     def columns(self, batch: TrainBatch) -> Float32Array:
         """Return the recorded values of the tokens of a batch, NaN where unknown, [tokens]."""
@@ -199,28 +184,26 @@ class StageRecord:
 
     def layout(self) -> Layout:
         """Return the layout of ``values``, as JSON values."""
-        return [[i, len(recorded.logprobs), recorded.digest] for i, recorded in self._recorded.items()]
+        return [[i, len(logprobs), digest] for i, (logprobs, digest) in self._recorded.items()]
 
     def values(self) -> Float32Array:
         """Return all recorded log-probabilities concatenated, float32 [recorded tokens of all trajectories]."""
-        return np.concatenate([_NOTHING, *(recorded.logprobs for recorded in self._recorded.values())])
+        return np.concatenate([_NOTHING, *(logprobs for logprobs, _ in self._recorded.values())])
 
     def restore(self, layout: Iterable[Sequence[str | int]], values: Float32Array) -> None:
         """Restore the records from the results of ``layout`` and ``values``."""
         self._recorded, start = {}, 0
         for trajectory_id, count, digest in layout:
             end = start + int(count)
-            self._recorded[str(trajectory_id)] = _Recorded(logprobs=values[start:end].copy(), digest=str(digest))
+            self._recorded[str(trajectory_id)] = values[start:end].copy(), str(digest)
             start = end
 
     def __len__(self) -> int:
         return len(self._recorded)
 
     def _of(self, trajectory_id: str, response_ids: Int32Array) -> Float32Array:
-        recorded = self._recorded.get(trajectory_id)
-        if recorded is None or recorded.digest != _digest(response_ids[: len(recorded.logprobs)]):
-            return _NOTHING
-        return recorded.logprobs
+        logprobs, digest = self._recorded.get(trajectory_id, (_NOTHING, ""))
+        return logprobs if digest == _digest(response_ids[: len(logprobs)]) else _NOTHING
 
 
 def _digest(token_ids: Int32Array) -> str:
@@ -230,12 +213,3 @@ def _digest(token_ids: Int32Array) -> str:
 def current_version(train_step_of_version: Mapping[int, int], trained_step: int) -> int:
     """Return the newest version with the weights after ``trained_step`` batches; NO_VERSION if there is none."""
     return max((v for v, step in train_step_of_version.items() if step == trained_step), default=NO_VERSION)
-
-
-def response_versions(trajectory: Trajectory) -> Int32Array:
-    """Return the version of every response token, NO_VERSION where no policy wrote, [response_tokens]."""
-    versions = [
-        np.full(len(s), NO_VERSION if s.behavior_logprobs is None else s.policy_version, np.int32)
-        for s in trajectory.segments
-    ]
-    return np.concatenate(versions) if versions else np.empty(0, np.int32)

@@ -83,47 +83,30 @@ def pack(batch: TrainBatch, sequences: Sequence[int], device: torch.device) -> M
     The last token of a sequence predicts no token and is dropped. Without sequences the result is a dummy of one token
     that scores nothing: a rank without work must still join the collectives.
     """
-    if not sequences:
-        return _assemble([np.zeros(1, np.int32)], [np.empty(0, np.int64)], [], [np.empty(0, np.int32)], None, device)
-    inputs, rows, places, targets = [], [], [], []
-    offset = 0
-    for s in sequences:
-        start, stop = int(batch.starts[s]), int(batch.starts[s + 1])
-        scored = np.flatnonzero(batch.policy_mask[start:stop])
-        inputs.append(batch.token_ids[start : stop - 1])
-        rows.append(scored - 1 + offset)
-        places.append(scored + start)
-        targets.append(batch.token_ids[scored + start])
-        offset += stop - 1 - start
-    temperatures = batch.temperatures[np.concatenate(places)]
-    return _assemble(inputs, rows, places, targets, None if (temperatures == 1).all() else temperatures, device)
+    pieces = [(np.zeros(2, np.int32), np.empty(0, np.int64), 0)]
+    if sequences:
+        bounds = [(int(batch.starts[s]), int(batch.starts[s + 1])) for s in sequences]
+        pieces = [(batch.token_ids[a:b], np.flatnonzero(batch.policy_mask[a:b]), a) for a, b in bounds]
+    temperatures = batch.temperatures[np.concatenate([scored + start for _, scored, start in pieces])]
+    return _assemble(pieces, None if (temperatures == 1).all() else temperatures, device)
 
 
 def pack_sequences(sequences: Sequence[Int32Array], temperature: float, device: torch.device) -> MicroBatch:
     """Concatenate token ids; every token but the first of each sequence is scored."""
-    inputs, rows, places, targets = [], [], [], []
-    packed, flat = 0, 0
-    for ids in sequences:
-        count = len(ids) - 1
-        inputs.append(ids[:-1])
-        rows.append(np.arange(packed, packed + count, dtype=np.int64))
-        places.append(np.arange(flat, flat + count, dtype=np.int64))
-        targets.append(ids[1:])
-        packed += count
-        flat += count
-    temperatures = None if temperature == 1 else np.full(flat, temperature, np.float32)
-    return _assemble(inputs, rows, places, targets, temperatures, device)
+    starts = accumulate((len(ids) for ids in sequences), initial=0)
+    pieces = [(ids, np.arange(1, len(ids)), start) for ids, start in zip(sequences, starts, strict=False)]
+    scored = sum(len(ids) - 1 for ids in sequences)
+    return _assemble(pieces, None if temperature == 1 else np.full(scored, temperature, np.float32), device)
 
 
 def _assemble(
-    inputs: Sequence[Int32Array],
-    rows: Sequence[Int64Array],
-    places: Sequence[Int64Array],
-    targets: Sequence[Int32Array],
+    pieces: Sequence[tuple[Int32Array, Int64Array, int]],
     temperatures: npt.NDArray[np.float32] | None,
     device: torch.device,
 ) -> MicroBatch:
-    lengths = [len(x) for x in inputs]
+    """Pack the token ids of sequences, their scored positions, and the start of each in the flat batch."""
+    lengths = [len(ids) - 1 for ids, _, _ in pieces]
+    rows = [scored - 1 + at for (_, scored, _), at in zip(pieces, accumulate(lengths, initial=0), strict=False)]
     positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
     owners = np.repeat(np.arange(len(rows), dtype=np.int64), [len(r) for r in rows])
 
@@ -131,15 +114,15 @@ def _assemble(
         return torch.from_numpy(array.astype(np.int64)).to(device)
 
     return MicroBatch(
-        input_ids=tensor(np.concatenate(inputs))[None],
+        input_ids=tensor(np.concatenate([ids[:-1] for ids, _, _ in pieces]))[None],
         position_ids=tensor(positions)[None],
         layout=PackedLayout.of(lengths, device),
         rows=tensor(np.concatenate(rows)),
-        targets=tensor(np.concatenate(targets)),
+        targets=tensor(np.concatenate([ids[scored] for ids, scored, _ in pieces])),
         temperatures=None if temperatures is None else torch.from_numpy(temperatures).to(device),
-        token_index=np.concatenate(places) if places else np.empty(0, np.int64),
+        token_index=np.concatenate([scored + start for _, scored, start in pieces]),
         sequence_index=tensor(owners),
-        sequence_count=max(1, len(rows)),
+        sequence_count=len(rows),
     )
 
 
@@ -159,11 +142,6 @@ class PackedLayout:
         """Build the layout of concatenated sequences of these lengths."""
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return cls(lengths=tuple(lengths), offsets=offsets)
-
-
-def register_packed_attention() -> None:
-    """Register the packed attention with transformers. Idempotent."""
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def packed_attention(
@@ -207,6 +185,9 @@ def packed_attention(
         for q, k, v in zip(*(torch.split(x, lengths, 2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat(pieces, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def _varlen(

@@ -73,7 +73,11 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
     """
     device, name = next(causal_lm.parameters()).device, type(causal_lm).__name__
     vocab = int(causal_lm.config.vocab_size)
-    ids = [torch.arange(3, 3 + n, device=device) * 7 % vocab for n in (_probe_length(causal_lm.config, longest), 5)]
+    # Just above the largest window or chunk that the run exceeds.
+    sizes = causal_lm.config.get_text_config().to_dict().items()
+    windows = [v for k, v in sizes if type(v) is int and ("window" in k or "chunk" in k) and 0 < v < longest]
+    probe = max([_SHORT, *(window + 3 for window in windows)])
+    ids = [torch.arange(3, 3 + n, device=device) * 7 % vocab for n in (probe, 5)]
     with precision():
         nn.Module.eval(causal_lm)
         own = "eager" if len(ids[0]) <= _EAGER_TOKENS else "sdpa"
@@ -88,13 +92,13 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
         scale = alone.abs().max()
         moved = (changed - packed).abs().amax(-1) / scale
         moved[len(ids[0]) - 1] = 0  # the changed token itself
-        rounding = _HALF_TOLERANCE if _is_half(packed) else _ROUNDING
+        tolerance, rounding = _tolerances(packed)
         if moved[: len(ids[0])].max() > rounding:
             raise ConfigError(
                 f"model.path: {name} cannot be packed: a token depends on a later token (the model is not causal, has "
                 "a dropout, or does not use transformers' attention interface)"
             )
-        if moved.max() > rounding or (packed - alone).abs().max() > _tolerance(packed) * scale:
+        if moved.max() > rounding or (packed - alone).abs().max() > tolerance * scale:
             raise ConfigError(
                 f"model.path: {name} cannot be packed: a sequence depends on its neighbour or on noise, or differs "
                 "from the model's own attention (the model does not use transformers' attention interface, carries "
@@ -107,13 +111,6 @@ def output_head(causal_lm: Any) -> nn.Module | None:
     """Return the layer from hidden states to logits, or None if the model does not expose it."""
     head: nn.Module | None = causal_lm.get_output_embeddings()
     return head
-
-
-def _probe_length(config: PretrainedConfig, longest: int) -> int:
-    """Return a length just above the largest window or chunk that the run exceeds."""
-    values = config.get_text_config().to_dict()
-    windows = [v for k, v in values.items() if type(v) is int and ("window" in k or "chunk" in k) and 0 < v < longest]
-    return max([_SHORT, *(window + 3 for window in windows)])
 
 
 def _packed(ids: list[Tensor]) -> dict[str, Any]:
@@ -141,19 +138,15 @@ def _attention(causal_lm: Any, name: str) -> Iterator[None]:
         causal_lm.set_attn_implementation(PACKED_ATTENTION)
 
 
-def _is_half(values: Tensor) -> bool:
-    return values.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(values.device.type)
-
-
-def _tolerance(values: Tensor) -> float:
-    return _HALF_TOLERANCE if _is_half(values) else _TOLERANCE
+def _tolerances(values: Tensor) -> tuple[float, float]:
+    """Return the relative change that other kernels may make, and the one that other neighbours may make."""
+    if values.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(values.device.type):
+        return _HALF_TOLERANCE, _HALF_TOLERANCE
+    return _TOLERANCE, _ROUNDING
 
 
 def _head_is_linear(causal_lm: Any, inputs: dict[str, Any], last: Tensor) -> bool:
-    """Tell whether the logits are the head applied to the hidden states, for large values too.
-
-    ``last`` is the hidden state of the last token of ``inputs``.
-    """
+    """Tell whether large logits too are the head of the hidden states; ``last`` is the one of the last token."""
     head = output_head(causal_lm)
     if head is None or causal_lm.base_model is causal_lm:
         return False
@@ -173,4 +166,4 @@ def _head_is_linear(causal_lm: Any, inputs: dict[str, Any], last: Tensor) -> boo
     if len(seen) != 1:
         return False
     pairs = ((seen[0][0], last), (logits, head(seen[0][1])))
-    return all(bool((got - want).abs().max() <= _tolerance(want) * want.abs().max()) for got, want in pairs)
+    return all(bool((got - want).abs().max() <= _tolerances(want)[0] * want.abs().max()) for got, want in pairs)

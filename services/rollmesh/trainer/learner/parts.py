@@ -45,9 +45,9 @@ class EarlyParts:
     _settings: StepSettings | None = field(default=None, init=False)
 
     @property
-    def group_ids(self) -> tuple[str, ...]:
+    def group_ids(self) -> frozenset[str]:
         """Groups in the parts."""
-        return tuple(self._known())
+        return frozenset(self._known())
 
     def fit(self, batch: Batch, settings: StepSettings) -> bool:
         """Tell whether every part belongs to this batch, with equal contents and settings; False without a part."""
@@ -137,7 +137,6 @@ class EarlyParts:
 
 
 def _digests(groups: Iterable[Group]) -> dict[str, bytes]:
-    """Return a digest of the contents of each group, by group id."""
     contents = {group.group_id: b"".join(encode_groups(Batch(train_step=0, groups=(group,)))) for group in groups}
     return {group_id: hashlib.blake2b(data, digest_size=16).digest() for group_id, data in contents.items()}
 

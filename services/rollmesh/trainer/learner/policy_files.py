@@ -58,10 +58,7 @@ class PolicyOutput:
         """Second model whose trained parameters are the copied weights."""
 
     def copy_out(self, *, base: bool = False) -> PolicyCopy:
-        """Copy the trained weights, or the base without its adapter.
-
-        The next call reuses the memory of the copy. Every rank must call it; rank 0 writes.
-        """
+        """Copy the trained weights, or the base without its adapter, over the last copy. Every rank must call it."""
         world = self._compute.world
         if base and self._model.adapter is not None:
             # Published once: its memory is not kept.
@@ -74,7 +71,11 @@ class PolicyOutput:
         same_dtype = all(parameter.dtype == self._dtype for parameter in trained.values())
         if world.size == 1 and self._compute.device.type == "cpu" and same_dtype:
             if self._scorer is None:
-                self._scorer = _second_model(self._model, weights)
+                # It has the copy in place of the trained parameters, and shares frozen ones, which never change.
+                shared = {id(parameter): parameter for parameter in self._model.parameters()}
+                shared |= {id(trained[name]): nn.Parameter(w, requires_grad=False) for name, w in weights.items()}
+                # deepcopy takes the values of its memo for the objects with these ids.
+                self._scorer = copy.deepcopy(self._model, memo=dict(shared))
             score = partial(score_sequences, self._scorer, self._compute, temperature=1.0)
         return PolicyCopy(weights=weights, write=partial(write, weights), score=score)
 
@@ -88,23 +89,8 @@ class PolicyOutput:
         return {ADAPTER_WEIGHTS_FILE: write_weight_file(folder / ADAPTER_WEIGHTS_FILE, weights)}
 
 
-def _second_model(model: PolicyModel, weights: Mapping[str, Tensor]) -> PolicyModel:
-    """Return a model that computes with ``weights`` in place of the trained parameters, without a copy of them.
-
-    It shares frozen parameters, which never change, with ``model``.
-    """
-    trained = model.trained_parameters()
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    shared |= {id(trained[name]): nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
-    # deepcopy takes the values of its memo for the objects with these ids.
-    return copy.deepcopy(model, memo=dict(shared))
-
-
 class WeightCopy:
-    """Weights in the publishing dtype, by their published names; pinned memory if the weights are on a GPU.
-
-    The memory is reused for every version: fresh pages would cost more time than the copy.
-    """
+    """Weights by their published names, in memory that every version reuses: fresh pages cost more than the copy."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -112,10 +98,7 @@ class WeightCopy:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor], world: World) -> Mapping[str, Tensor]:
-        """Copy the current weights and return the copy, which the next call overwrites; empty except on rank 0.
-
-        Every rank must call it: the shards of one parameter at a time are gathered.
-        """
+        """Copy the weights over the last copy; empty except on rank 0, but every rank must call it."""
         for name, weight in weights.items():
             value = gathered(weight)
             if not world.leads:
@@ -186,10 +169,7 @@ def write_weight_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """Yield the content of the file; tensors are not copied.
-
-    It is the length of the header (8 bytes, little-endian), the header (JSON, padded to 8 bytes), and the tensors.
-    """
+    """Yield header length (8 bytes, little-endian), header (JSON, padded to 8 bytes) and tensors, without a copy."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
@@ -205,18 +185,8 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
             yield data[start : start + _BLOCK_BYTES]
 
 
-_REPLACED_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "config.json",
-    MANIFEST_FILE,
-    ANNOUNCED_FILE,
-)
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+_REPLACED_FILES = (*_WEIGHT_FILES, "config.json", MANIFEST_FILE, ANNOUNCED_FILE)
 
 
 def write_policy_folder(

@@ -26,15 +26,12 @@ from rollmesh.trainer.learner.adapter_layers import (
     base_parameters,
     halve_base,
 )
-from rollmesh.trainer.learner.packing import PACKED_ATTENTION, MicroBatch, PackedLayout, register_packed_attention
+from rollmesh.trainer.learner.packing import PACKED_ATTENTION, MicroBatch, PackedLayout
 from rollmesh.trainer.learner.packing_check import Precision, check_packing, length_limit, output_head
 
 
 class PolicyModel(nn.Module):
-    """A causal LM whose forward pass returns the log-probabilities of selected tokens of a packed row.
-
-    The head runs inside ``forward``, so the sharding hooks of the root module cover it.
-    """
+    """A causal LM that scores tokens of a packed row. ``forward`` runs the head too, for the hooks of its shards."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, linear_head: bool) -> None:
         super().__init__()
@@ -97,15 +94,8 @@ class PolicyModel(nn.Module):
 
     def score(self, micro: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Run ``forward`` on a micro-batch: (logprobs [scored], entropy [scored])."""
-        scores: tuple[Tensor, Tensor] = self(
-            micro.input_ids,
-            micro.position_ids,
-            micro.layout,
-            micro.rows,
-            micro.targets,
-            micro.temperatures,
-            entropy,
-        )
+        packed = (micro.input_ids, micro.position_ids, micro.layout)
+        scores: tuple[Tensor, Tensor] = self(*packed, micro.rows, micro.targets, micro.temperatures, entropy)
         return scores
 
 
@@ -130,13 +120,14 @@ class ModelSource:
         longest: int = 0,
         precision: Precision = nullcontext,
     ) -> PolicyModel:
-        """Load the folder as ``load_policy_model`` does, and add a zero adapter. Raises its errors.
-
-        Raises CheckpointError for weights that are not finite, and ConfigError for a target that no layer has, or for a
-        rank above the size of a layer.
-        """
+        """Load the folder (``load_policy_model``) and add a zero adapter. CheckpointError for weights not finite."""
         model = load_policy_model(self.folder, dtype=dtype, device=device, longest=longest, precision=precision)
-        _reject_non_finite(self.folder, model.causal_lm)
+        if wrong := [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]:
+            raise CheckpointError(
+                f"{self.folder}: {wrong[0].removeprefix('causal_lm.')} has values that are not finite ({len(wrong)} "
+                "tensor(s) in total): the weights are damaged, or of a run that diverged; use another checkpoint",
+                reason=Reason.MISMATCH,
+            )
         if self.adapter is not None:
             for parameter in model.parameters():
                 parameter.data.copy_(parameter.data.to(self.base_dtype or parameter.dtype))
@@ -174,7 +165,6 @@ def load_policy_model(
             f"{folder}: contains an adapter ({ADAPTER_CONFIG_FILE}) where full weights are expected; "
             "merge it into its base with peft's merge_and_unload, and name the merged folder"
         )
-    register_packed_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -216,10 +206,7 @@ def load_policy_model(
 
 
 def _reject_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for missing, unexpected and mismatched weights.
-
-    A missing weight would start from noise. An unexpected weight would be dropped silently.
-    """
+    """Raise CheckpointError for missing weights, which would start from noise, and unexpected or mismatched ones."""
     found = {
         "without": sorted(info["missing_keys"]),
         "with an unknown": sorted(info["unexpected_keys"]),
@@ -230,17 +217,6 @@ def _reject_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{folder}: the weights do not match the architecture in config.json: {'; '.join(wrong)}",
             reason=Reason.FOREIGN_ARCHITECTURE,
-        )
-
-
-def _reject_non_finite(folder: Path, causal_lm: PreTrainedModel) -> None:
-    """Raise CheckpointError for NaN and infinities among the weights, with the name of the first such tensor."""
-    wrong = [name for name, weight in causal_lm.named_parameters() if not torch.isfinite(weight).all()]
-    if wrong:
-        raise CheckpointError(
-            f"{folder}: {wrong[0]} has values that are not finite ({len(wrong)} tensor(s) in total): the weights are "
-            "damaged, or of a run that diverged; use another checkpoint",
-            reason=Reason.MISMATCH,
         )
 
 
@@ -274,28 +250,20 @@ def score_tokens(
     Returns (logprobs [tokens], entropy [tokens]), float32 unless the logits are float64. The entropy has no gradient,
     and is 0 unless ``entropy`` is set.
     """
+
+    def score(hidden: Tensor, targets: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
+        return score_logits(head(hidden), targets, temperatures, entropy=entropy)
+
     rows = max(1, limit // vocab_size)
     if len(targets) <= rows:
-        return _score(hidden, targets, temperatures, head, entropy)
+        return score(hidden, targets, temperatures)
     scores: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(targets), rows):
-        stop = start + rows
-        chunk = (
-            hidden[start:stop],
-            targets[start:stop],
-            None if temperatures is None else temperatures[start:stop],
-            head,
-            entropy,
-        )
+        part = slice(start, start + rows)
+        chunk = (hidden[part], targets[part], None if temperatures is None else temperatures[part])
         recompute = torch.is_grad_enabled()
-        scores.append(checkpoint(_score, *chunk, use_reentrant=False) if recompute else _score(*chunk))
+        scores.append(checkpoint(score, *chunk, use_reentrant=False) if recompute else score(*chunk))
     return torch.cat([s[0] for s in scores]), torch.cat([s[1] for s in scores])
-
-
-def _score(
-    hidden: Tensor, targets: Tensor, temperatures: Tensor | None, head: Callable[[Tensor], Tensor], entropy: bool
-) -> tuple[Tensor, Tensor]:
-    return score_logits(head(hidden), targets, temperatures, entropy=entropy)
 
 
 def score_logits(

@@ -32,10 +32,12 @@ _FLOAT32_ULP = 2.0**-23
 class PolicyScorer:
     """A policy for scoring only, in one process."""
 
-    def __init__(self, model: PolicyModel, compute: Compute) -> None:
-        self._model = model
-        self._compute = compute
-        self._float64 = _Float64(model) if next(model.parameters()).dtype == torch.float64 else None
+    def __init__(self, model: PolicyModel, token_budget: int = _TOKENS_PER_MICROBATCH) -> None:
+        """Freeze the model, which the scorer takes over."""
+        self._model = model.requires_grad_(False)
+        first = next(model.parameters())
+        self._compute = Compute(device=first.device, world=World(), token_budget=token_budget, autocast=False)
+        self._float64 = _Float64(model) if first.dtype == torch.float64 else None
 
     @classmethod
     def from_folder(
@@ -53,18 +55,12 @@ class PolicyScorer:
         transformers computes the same ones for every dtype, and the trainer trains with them.
         """
         torch_device = pick_device(device)
-        return cls._of(load_policy_model(Path(folder), dtype=dtype, device=torch_device), tokens_per_microbatch)
+        return cls(load_policy_model(Path(folder), dtype=dtype, device=torch_device), tokens_per_microbatch)
 
     @classmethod
     def from_policy(cls, policy: VerifiedPolicy, *, device: str = "auto", dtype: torch.dtype = torch.float32) -> Self:
         """Load a published policy in ``dtype``, an adapter above its base; otherwise as ``from_folder``."""
-        return cls._of(load_published(policy, dtype=dtype, device=pick_device(device)), _TOKENS_PER_MICROBATCH)
-
-    @classmethod
-    def _of(cls, model: PolicyModel, token_budget: int) -> Self:
-        model.requires_grad_(False)
-        device = next(model.parameters()).device
-        return cls(model, Compute(device=device, world=World(), token_budget=token_budget, autocast=False))
+        return cls(load_published(policy, dtype=dtype, device=pick_device(device)))
 
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[FloatArray]:
         """Score each token but the first: ``log_softmax(z / T)``, [tokens - 1] per sequence, in the model's dtype."""
@@ -84,11 +80,11 @@ class PolicyScorer:
         exact = self.logprobs(sequences, temperature)
         moved = [np.zeros(len(values), np.float64) for values in exact]
         kept = [parameter.detach().clone() for parameter in self._model.parameters()]
-        noise = self._float64.noise = _LastBit()
+        noise = self._float64.noise = torch.Generator().manual_seed(0)
         try:
             for _ in range(_RESOLUTION_DRAWS):
                 for parameter, weight in zip(self._model.parameters(), kept, strict=True):
-                    parameter.data.copy_(noise.perturb(weight))
+                    parameter.data.copy_(_perturbed(weight, noise))
                 for largest, values, centre in zip(moved, self.logprobs(sequences, temperature), exact, strict=True):
                     np.maximum(largest, np.abs(values - centre), out=largest)
         finally:
@@ -98,16 +94,10 @@ class PolicyScorer:
         return moved
 
 
-class _LastBit:
-    """Noise in the last float32 bit, the same for every instance."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-
-    def perturb(self, values: Tensor) -> Tensor:
-        """Return the values times 1 + u * 2**-23, in float64."""
-        noise = torch.rand(values.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
-        return values * (1 + _FLOAT32_ULP * noise.to(values.device))
+def _perturbed(values: Tensor, noise: torch.Generator) -> Tensor:
+    """Return the values times 1 + u * 2**-23, in float64."""
+    last_bits = torch.rand(values.shape, generator=noise, dtype=torch.float64) * 2 - 1
+    return values * (1 + _FLOAT32_ULP * last_bits.to(values.device))
 
 
 class _Float64(TorchFunctionMode):
@@ -116,7 +106,7 @@ class _Float64(TorchFunctionMode):
     While there is ``noise``, rotary tables are computed in float64 from perturbed positions.
     """
 
-    noise: _LastBit | None = None
+    noise: torch.Generator | None = None
 
     def __init__(self, model: PolicyModel) -> None:
         super().__init__()
@@ -124,7 +114,7 @@ class _Float64(TorchFunctionMode):
         for module in model.modules():
             if hasattr(module, "inv_freq"):
                 module.register_forward_pre_hook(self._begin_table, with_kwargs=True)
-                module.register_forward_hook(self._end_table, always_call=True)
+                module.register_forward_hook(lambda *_: setattr(self, "_in_table", False), always_call=True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -145,21 +135,15 @@ class _Float64(TorchFunctionMode):
         if self.noise is None:
             return args, kwargs
         if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": self.noise.perturb(kwargs["position_ids"].double())}
-        return (args[0], self.noise.perturb(args[1].double()), *args[2:]), kwargs
-
-    def _end_table(self, *_: object) -> None:
-        self._in_table = False
+            return args, {**kwargs, "position_ids": _perturbed(kwargs["position_ids"].double(), self.noise)}
+        return (args[0], _perturbed(args[1].double(), self.noise), *args[2:]), kwargs
 
 
 _DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 def load_published(policy: VerifiedPolicy, *, dtype: torch.dtype, device: torch.device) -> PolicyModel:
-    """Load a published policy in ``dtype``, with its adapter applied in the forward pass.
-
-    Raises CheckpointError if the policy cannot be read, or if its adapter does not fit its base.
-    """
+    """Load a published policy in ``dtype``, its adapter applied. Raises CheckpointError if it does not fit its base."""
     if policy.base is None:
         return load_policy_model(policy.folder, dtype=dtype, device=device)
     adapter = read_adapter_settings(policy.folder)
@@ -182,10 +166,7 @@ def load_published(policy: VerifiedPolicy, *, dtype: torch.dtype, device: torch.
 
 
 def write_merged(policy: VerifiedPolicy, folder: Path) -> None:
-    """Write an adapter and its base as one Hugging Face folder, in the dtype of the base.
-
-    The sum is computed in float32. Raises CheckpointError as ``load_published`` does.
-    """
+    """Write an adapter and its base as one folder in the dtype of the base; their sum is computed in float32."""
     if policy.base is None:
         raise ValueError(f"{policy.folder}: full weights have no adapter to merge")
     model = load_published(policy, dtype=torch.float32, device=torch.device("cpu"))

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, read_adapter_settings
 from rollmesh.checkpoints.states import load_weights
-from rollmesh.config.model import AdapterConfig
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.adapter_layers import reset_adapter
@@ -25,10 +24,7 @@ from rollmesh.trainer.learner.policy_model import PolicyModel
 
 
 def learning_rate(config: TrainerConfig, train_step: int) -> float:
-    """Return the learning rate of ``train_step`` (the first is 1): linear warm-up, then the schedule.
-
-    It depends on the step only, so a restarted trainer needs no scheduler state.
-    """
+    """Return the rate of ``train_step``: linear warm-up, then the schedule. A restart needs no state of it."""
     peak, warmup = config.learning_rate, config.warmup_steps
     if train_step <= warmup:
         return peak * train_step / warmup
@@ -72,11 +68,7 @@ def build_optimizer(model: nn.Module, config: TrainerConfig, processes: int = 1)
 
 
 def _eight_bit(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
-    """Build AdamW whose moments are 8-bit codes with one float32 scale per 256 elements (bitsandbytes).
-
-    Tensors below 4,096 elements keep float32. Source: 8-bit optimizers via block-wise quantization (Dettmers et al.,
-    2022). Raises ConfigError if the package is not installed.
-    """
+    """Build AdamW with 8-bit moments, one float32 scale per 256 elements (bitsandbytes; Dettmers et al., 2022)."""
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ModuleNotFoundError as error:
@@ -148,19 +140,12 @@ class PolicyState:
     _average: WeightAverage
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return weights and moments by name: the live (possibly sharded) tensors, to save or to fill in place.
-
-        With the old-logprob source ``stage_end`` the result includes a copy of the recorded log-probabilities, with
-        ``ewma`` the average of the weights.
-        """
+        """Return weights, moments, stage records (a copy) and average by name: live tensors, to save or to fill."""
         recorded = torch.from_numpy(self._stage.values())
         return self._live() | self._average.tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
 
     def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors to load a state with this ``extra`` into: live ones, and those of stage and average.
-
-        Raises ConfigError for a state of other trained weights: it must not be skipped like a damaged one.
-        """
+        """Return the tensors to load a state with this ``extra`` into. Raises ConfigError for other trained weights."""
         saved = extra.get(_ADAPTER)
         if saved != self._adapter():
             raise ConfigError(
@@ -173,13 +158,8 @@ class PolicyState:
 
     def extra(self, train_step: int) -> dict[str, Any]:
         """Return the rest of the state, as JSON values."""
-        layout, adapter = self._stage.layout(), self._adapter()
-        return (
-            {"train_step": train_step}
-            | self._average.extra()
-            | ({_STAGE_LAYOUT: layout} if layout else {})
-            | ({_ADAPTER: adapter} if adapter else {})
-        )
+        more = {_STAGE_LAYOUT: self._stage.layout(), _ADAPTER: self._adapter()}
+        return {"train_step": train_step} | self._average.extra() | {key: value for key, value in more.items() if value}
 
     def restore(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
         """Restore ``extra`` after its ``tensors_to_fill`` are ``filled``."""
@@ -188,16 +168,17 @@ class PolicyState:
         self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
 
     def take(self, folder: Path) -> None:
-        """Load the weights of a published policy and reset the moments. The base itself is an adapter at its start.
-
-        Raises CheckpointError if the folder does not fit, with the weights unchanged.
-        """
+        """Load the weights of a published policy and reset the moments; a CheckpointError leaves the weights."""
         adapter = self._model.adapter
         if adapter is not None and not (folder / ADAPTER_CONFIG_FILE).is_file():
             reset_adapter(self._model.causal_lm)
         else:
             if adapter is not None:
-                _require_equal(folder, read_adapter_settings(folder), adapter)
+                found = read_adapter_settings(folder)
+                for name in ("rank", "alpha", "target"):
+                    if (theirs := getattr(found, name)) != (ours := getattr(adapter, name)):
+                        problem = f"{folder}: the adapter has {name} {theirs}, but model.adapter.{name} is {ours}"
+                        raise CheckpointError(problem, reason=Reason.FOREIGN_ARCHITECTURE)
             load_weights(folder, {name: p.detach() for name, p in self._model.trained_parameters().items()})
         for parameter in self._model.trained_parameters().values():
             for value in saved_moments(self._optimizer, parameter).values():
@@ -217,16 +198,6 @@ class PolicyState:
         if adapter is None:
             return None
         return {"rank": adapter.rank, "alpha": adapter.alpha, "target": list(adapter.target)}
-
-
-def _require_equal(folder: Path, found: AdapterConfig, adapter: AdapterConfig) -> None:
-    for name in ("rank", "alpha", "target"):
-        theirs, ours = getattr(found, name), getattr(adapter, name)
-        if theirs != ours:
-            raise CheckpointError(
-                f"{folder}: the adapter has {name} {theirs}, but model.adapter.{name} is {ours}",
-                reason=Reason.FOREIGN_ARCHITECTURE,
-            )
 
 
 def _named(adapter: Mapping[str, Any] | None) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +25,13 @@ from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.distributed import World, shard
-from rollmesh.trainer.learner.forward_backward import Compute, compute_of, judge_tokens, score_batch, score_sequences
+from rollmesh.trainer.learner.forward_backward import compute_of, judge_tokens, score_batch, score_sequences
 from rollmesh.trainer.learner.frozen_policies import Fp32Copy, PolicyFolder, PolicyVersions, WeightAverage
-from rollmesh.trainer.learner.method_binding import step_recipe, step_settings, without_skips
+from rollmesh.trainer.learner.method_binding import step_recipe, step_settings
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, StageRecord, current_version
 from rollmesh.trainer.learner.parts import EarlyParts
 from rollmesh.trainer.learner.policy_files import PolicyCopy, PolicyOutput
-from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel
+from rollmesh.trainer.learner.policy_model import ModelSource
 from rollmesh.trainer.learner.policy_state import PolicyState, build_optimizer, set_hyperparameters
 from rollmesh.trainer.learner.step_report import StepReport, active_token_share, batch_stats, policy_stats
 from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
@@ -53,36 +53,6 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        model: PolicyModel,
-        config: TrainerConfig,
-        compute: Compute,
-        *,
-        source: ModelSource,
-        publish_dtype: torch.dtype,
-        max_token_staleness: int | None = None,
-        policy_folder: PolicyFolder | None = None,
-    ) -> None:
-        self.train_step = 0
-        """Number of batches that the policy was trained on."""
-        self._model = model
-        self._config = config
-        self._compute = compute
-        shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
-        self._optimizer = build_optimizer(model, config, compute.world.size)
-        self._recipe = step_recipe(config, max_token_staleness)
-        self._stage = StageRecord()
-        self._fp32_copy = Fp32Copy(model, source, compute)
-        self._average = WeightAverage(model, source, compute)
-        self._state = PolicyState(model, self._optimizer, self._stage, self._average)
-        self._output = PolicyOutput(model, source.folder, publish_dtype, self._fp32_copy.compute)
-        versions = PolicyVersions(model, compute, policy_folder)
-        self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, versions, self._average)
-        self._runner = StepRunner(model, self._optimizer, compute, self._old_logprob_scorer)
-        self._parts = EarlyParts(self._runner)
-
-    @classmethod
-    def from_folder(
-        cls,
         folder: str | Path,
         config: TrainerConfig,
         *,
@@ -95,7 +65,7 @@ class PolicyTrainer:
         compute_dtype: torch.dtype = torch.float32,
         mixed_precision: bool | None = None,
         longest: int = 0,
-    ) -> Self:
+    ) -> None:
         """Load a policy from a Hugging Face folder, which is the frozen base of the ``adapter`` if there is one.
 
         ``dtype`` is the dtype of published weights; the trainer's weights are in ``compute_dtype``. ``mixed_precision``
@@ -104,7 +74,10 @@ class PolicyTrainer:
         ``snapshot`` and the KL reference. ``longest`` is the number of tokens of the longest sequence of the run;
         packing is checked at this length. Raises CheckpointError or ConfigError.
         """
-        compute = compute_of(config, world or World(), device, mixed_precision)
+        self.train_step = 0
+        """Number of batches that the policy was trained on."""
+        self._config = config
+        self._compute = compute = compute_of(config, world or World(), device, mixed_precision)
         publish_dtype: torch.dtype = getattr(torch, dtype)
         source = ModelSource(
             folder=Path(folder),
@@ -112,22 +85,25 @@ class PolicyTrainer:
             base_dtype=publish_dtype,
             half_base=compute.autocast and publish_dtype == torch.bfloat16,
         )
-        model = source.load(
+        self._model = model = source.load(
             dtype=compute_dtype,
             device=compute.device,
             gradient_checkpointing=config.gradient_checkpointing,
             longest=longest,
             precision=replace(compute, autocast=compute.autocast or compute.mixed_shards).precision,
         )
-        return cls(
-            model,
-            config,
-            compute,
-            source=source,
-            publish_dtype=publish_dtype,
-            max_token_staleness=max_token_staleness,
-            policy_folder=policy_folder,
-        )
+        shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
+        self._optimizer = build_optimizer(model, config, compute.world.size)
+        self._recipe = step_recipe(config, max_token_staleness)
+        self._stage = StageRecord()
+        self._fp32_copy = Fp32Copy(model, source, replace(compute, autocast=False, mixed_shards=False))
+        self._average = WeightAverage(model, source, compute)
+        self._state = PolicyState(model, self._optimizer, self._stage, self._average)
+        self._output = PolicyOutput(model, source.folder, publish_dtype, self._fp32_copy.compute)
+        versions = PolicyVersions(model, compute, policy_folder)
+        self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, versions, self._average)
+        self._runner = StepRunner(model, self._optimizer, compute, self._old_logprob_scorer)
+        self._parts = EarlyParts(self._runner)
 
     @property
     def parameter_count(self) -> int:
@@ -178,20 +154,15 @@ class PolicyTrainer:
         return replace(report, groups_before_cut=early, seconds={"evidence": scoring_seconds, **report.seconds})
 
     def _plan(self, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None) -> StepPlan:
-        """Return the plan of the next step, with the run file's settings unless others are given."""
         step = self.train_step + 1
         return StepPlan.of(step, settings or self.settings(step), train_step_of_version)
 
     def _begin_pass(self, plan: StepPlan) -> None:
-        """Begin the average that the step needs, or drop one that it does not, and seed the adapter's dropout.
-
-        A replayed step drops the same inputs.
-        """
         if plan.algorithm.old_logprobs == "ewma":
             self._average.start()
         else:
             self._average.drop()
-        if self._model.has_dropout:
+        if self._model.has_dropout:  # a replayed step drops the same inputs
             torch.manual_seed(plan.train_step << 16 | len(self._parts.group_ids))
 
     def _report(
@@ -233,14 +204,13 @@ class PolicyTrainer:
     @property
     def accumulated_group_ids(self) -> frozenset[str]:
         """Groups of the next batch whose gradient is in the parameters."""
-        return frozenset(self._parts.group_ids)
+        return self._parts.group_ids
 
     def accumulate(self, groups: Sequence[Group], train_step_of_version: Mapping[int, int]) -> None:
         """Add the gradient of a part of the next batch to the parameters, before the batch is cut.
 
-        ``train`` continues from it if the batch has these groups with equal contents and the settings of the run file;
-        otherwise it computes the whole batch. Not for several minibatches: the weights must stay fixed. Raises
-        DataError; then all parts are dropped.
+        ``train`` continues from it if the batch has these groups with equal contents and the settings of the run file.
+        Not for several minibatches: the weights must stay fixed. DataError drops all parts.
         """
         plan = self._plan(train_step_of_version)
         self._begin_pass(plan)
@@ -253,8 +223,7 @@ class PolicyTrainer:
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
         """Score each token given its predecessors: float32 [tokens - 1] per sequence of >= 2 tokens.
 
-        Every rank scores all sequences. Mixed precision is never used: the scores are for canaries and audits, and a
-        reader that computes in float32 must reproduce them.
+        Every rank scores all, never in mixed precision: readers in float32 must reproduce canaries and audits.
         """
         model = self._fp32_copy.current() if self._compute.mixed_shards else self._model
         return score_sequences(model, self._fp32_copy.compute, sequences, temperature)
@@ -268,13 +237,11 @@ class PolicyTrainer:
         """Record log-probabilities of unfinished trajectories under the current weights, for ``stage_end``.
 
         Call it at the barrier, before ``train``, with every trajectory that has new tokens and is not in the batch. The
-        records of all other trajectories are dropped, except of those in ``kept``. Returns the number of trajectories
-        recorded.
+        records of all others are dropped, except of those in ``kept``. Returns the number of trajectories recorded.
         """
         self._stage.keep([*kept, *(t.trajectory_id for t in trajectories)])
-        return self._old_logprob_scorer.record_stage(
-            trajectories, current_version(train_step_of_version, self.train_step)
-        )
+        version = current_version(train_step_of_version, self.train_step)
+        return self._old_logprob_scorer.record_stage(trajectories, version)
 
     def explain(
         self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
@@ -284,7 +251,9 @@ class PolicyTrainer:
         ``settings`` as in ``train``. All minibatches are evaluated like the first one, without the updates between
         them, and ``skip_zero_advantage`` leaves out nothing, so that every token has an old log-probability.
         """
-        settings = without_skips(settings or self.settings(batch.train_step))
+        settings = settings or self.settings(batch.train_step)
+        algorithm = settings.recipe.algorithm.model_copy(update={"skip_zero_advantage": False})
+        settings = settings.model_copy(update={"recipe": settings.recipe.model_copy(update={"algorithm": algorithm})})
         plan = StepPlan.of(batch.train_step, settings, train_step_of_version)
         inputs = self._runner.inputs(plan, plan.flatten(batch), one_minibatch=True)
         flat, columns = inputs.flat, inputs.columns
@@ -295,25 +264,24 @@ class PolicyTrainer:
         return explain_tokens(flat, logprobs, old, inputs.old.fell_back, index, judged)
 
     def export(self, folder: str | Path) -> Mapping[str, str]:
-        """Write the policy to a folder. Rank 0 writes; every rank must call it.
-
-        Returns the digest of the weights, by path.
-        """
+        """Write the policy to a folder; return the digests of the weights by path. Every rank calls; rank 0 writes."""
         copied = self.copy_out()
         return copied.write(Path(folder)) if self._compute.world.leads else {}
 
     def copy_out(self, *, base: bool = False) -> PolicyCopy:
-        """Copy the weights to host memory, in the publishing dtype, to write and score them later.
-
-        With an adapter only the adapter is copied, unless ``base`` asks for the frozen weights. Every rank must call
-        it.
-        """
+        """Copy the weights to host memory, to write and score them later (``PolicyOutput.copy_out``)."""
         return self._output.copy_out(base=base)
 
     def take_weights(self, folder: Path) -> None:
         """Load the weights of a published policy; reset moments, stage records, parts and average. CheckpointError."""
         self._state.take(folder)
         self.forget_unfinished()
+
+    def forget_unfinished(self) -> None:
+        """Drop stage records, parts and the average: after a rollback they are of an abandoned branch."""
+        self._stage.keep(())
+        self._average.drop()
+        self.forget_parts()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state (``PolicyState.tensors``)."""
@@ -332,9 +300,3 @@ class PolicyTrainer:
         self.train_step = int(extra["train_step"])
         self.forget_parts()
         self._state.restore(extra, filled)
-
-    def forget_unfinished(self) -> None:
-        """Drop stage records, parts and the average: after a rollback they are of an abandoned branch."""
-        self._stage.keep(())
-        self._average.drop()
-        self.forget_parts()

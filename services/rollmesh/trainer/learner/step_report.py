@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter
 
 from rollmesh.algorithms.losses import ClipReason
 from rollmesh.algorithms.ratios import k1, k3
@@ -137,10 +138,7 @@ class StepReport:
     groups_before_cut: int
     """Groups whose gradient was computed before the batch was cut (schedule.part_groups)."""
     seconds: Mapping[str, float]
-    """Wall time by phase: evidence (old and reference logprobs), gradient, update, statistics.
-
-    The gradient of parts is in gradient, with their evidence.
-    """
+    """Wall time by phase: evidence (old and reference logprobs), gradient (parts with evidence), update, statistics."""
     average_reset: bool
     """True if the average of old_logprobs ewma began again with the weights after the step."""
     replayed_share: float
@@ -152,22 +150,13 @@ class StepReport:
     policy: PolicyStats
     """Comparison over fresh and replayed groups."""
 
-    def after_stage_end(self, seconds: float) -> StepReport:
-        """Return the report with the time of the stage end before the step in the phase evidence."""
-        return replace(self, seconds={**self.seconds, "evidence": self.seconds["evidence"] + seconds})
-
     def to_json(self) -> dict[str, Any]:
         """Return a nested dictionary of numbers with string keys."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = _REPORT.dump_python(self, mode="json")
         return plain
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+_REPORT = TypeAdapter(StepReport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,12 +179,17 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
     original = int(batch.policy_mask.sum())
     in_loss = np.unique(batch.sequence_index[mask])
     lengths, domains = batch.response_lengths, np.array(batch.group_domains)[batch.group_index]
-    right, wrong = _uniform_groups(batch)
+    right = wrong = 0
+    for group in np.unique(batch.group_index):
+        member = batch.group_index == group
+        if member.sum() > 1 and np.ptp(batch.rewards[member]) == 0:
+            right += int((batch.outcome_values[member] > 0).all())
+            wrong += int(not (batch.outcome_values[member] > 0).any())
     verdicts = batch.outcome_values[~np.isnan(batch.outcome_values)]
     return BatchStats(
         groups=len(np.unique(batch.group_index)),
         trajectories=batch.trajectory_count,
-        unscored_trajectories=batch.unscored_trajectories,
+        unscored_trajectories=int(batch.unscored.sum()),
         rollouts_per_group=_spread(np.unique(batch.group_index, return_counts=True)[1]),
         original_tokens=original,
         trained_tokens=tokens,
@@ -225,10 +219,7 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
 def policy_stats(
     batch: TrainBatch, results: TokenResults, current_version: int, fallbacks: Mapping[str, int]
 ) -> PolicyStats:
-    """Compare the policy with the behavior policies of the batch, over the tokens in the loss that had a pass.
-
-    ``current_version`` is the version of the weights at the start of the step.
-    """
+    """Compare the policy with the behavior policies, over the tokens in the loss that had a pass."""
     mask = batch.loss_mask & batch.passed_mask
     behavior = batch.behavior_logprobs.astype(np.float64)
     policy = torch.from_numpy(results.logprobs[mask])
@@ -301,24 +292,12 @@ def ratio_stats(ratio: Float64Array, clip: npt.NDArray[np.int8]) -> RatioStats:
 
 
 def _version_span(batch: TrainBatch) -> Int64Array:
-    index, versions = batch.sequence_index[batch.loss_mask], batch.versions[batch.loss_mask].astype(np.int64)
-    newest = np.full(batch.trajectory_count, np.iinfo(np.int64).min)
-    oldest = np.full(batch.trajectory_count, np.iinfo(np.int64).max)
-    np.maximum.at(newest, index, versions)
-    np.minimum.at(oldest, index, versions)
-    seen = np.unique(index)
-    spans: Int64Array = newest[seen] - oldest[seen]
+    seen, first = np.unique(batch.sequence_index[batch.loss_mask], return_index=True)
+    versions = batch.versions[batch.loss_mask].astype(np.int64)
+    if not len(seen):
+        return versions
+    spans: Int64Array = np.maximum.reduceat(versions, first) - np.minimum.reduceat(versions, first)
     return spans
-
-
-def _uniform_groups(batch: TrainBatch) -> tuple[int, int]:
-    right = wrong = 0
-    for g in np.unique(batch.group_index):
-        member = batch.group_index == g
-        if member.sum() > 1 and np.ptp(batch.rewards[member]) == 0:
-            right += int((batch.outcome_values[member] > 0).all())
-            wrong += int(not (batch.outcome_values[member] > 0).any())
-    return right, wrong
 
 
 def _spread(values: Int64Array) -> SpreadStats:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from rollmesh.algorithms.losses import ClipReason, TokenLoss
-from rollmesh.algorithms.token_masks import MaskReason, mask_reasons
+from rollmesh.algorithms.losses import TokenLoss
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
 
-_CLIP_WORDS: Mapping[ClipReason, str] = MappingProxyType(
-    {
-        ClipReason.NONE: "trained",
-        ClipReason.HIGH: "clipped_high",
-        ClipReason.LOW: "clipped_low",
-        ClipReason.DUAL: "clipped_dual",
-        ClipReason.TRUNCATED: "weight_truncated",
-    }
-)
+_CLIP_WORDS = ("trained", "clipped_high", "clipped_low", "clipped_dual", "weight_truncated")
+"""By ``ClipReason``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +62,13 @@ def explain_tokens(
     for reason, column in fell_back.items():
         fallback[column.numpy()] = reason
     positions = np.arange(len(batch.token_ids)) - (batch.starts[:-1] + batch.prompt_lengths)[batch.sequence_index]
-    reasons = mask_reasons(
-        torch.from_numpy(positions < 0), torch.from_numpy(batch.policy_mask), torch.from_numpy(batch.loss_mask)
-    ).numpy()
     masked_by = np.full(len(batch.token_ids), "", object)
     for mask, tokens in batch.masked_by.items():
         masked_by[tokens] = mask
     for t in np.flatnonzero(positions >= 0):
         s = batch.sequence_index[t]
-        written, trained = bool(batch.policy_mask[t]), bool(batch.loss_mask[t])
+        written, trained, advantage = bool(batch.policy_mask[t]), bool(batch.loss_mask[t]), float(batch.advantages[s])
+        judged_as = "zero_advantage" if advantage == 0 else _CLIP_WORDS[clip[t]]
         yield TokenExplanation(
             trajectory_id=batch.trajectory_ids[s],
             position=int(positions[t]),
@@ -93,15 +81,7 @@ def explain_tokens(
             old_logprob_fallback=str(fallback[t]),
             logprob=float(logprobs[t]) if written else 0.0,
             ratio=float(ratio[t]),
-            advantage=float(batch.advantages[s]) if written else 0.0,
+            advantage=advantage if written else 0.0,
             weight=float(weight[t]) if trained else 0.0,
-            reason=masked_by[t] or _reason(MaskReason(reasons[t]), ClipReason(clip[t]), float(batch.advantages[s])),
+            reason=(masked_by[t] or judged_as) if written else "environment",
         )
-
-
-def _reason(mask: MaskReason, clip: ClipReason, advantage: float) -> str:
-    if mask is not MaskReason.TRAINED:
-        return mask.name.lower()
-    if advantage == 0:
-        return "zero_advantage"
-    return _CLIP_WORDS[clip]

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 
 from rollmesh.algorithms.advantages import Advantage, TrajectoryColumns
-from rollmesh.algorithms.token_masks import stale_mask
 from rollmesh.errors import DataError
 from rollmesh.types import Batch, FinishReason, Float32Array, Int32Array, SegmentSource, Trajectory
 
@@ -21,24 +20,11 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 _TRAJECTORY_COLUMNS = (
-    "group_index",
-    "prompt_lengths",
-    "rewards",
-    "outcome_values",
-    "advantages",
-    "truncated",
-    "passed",
-)
+    "group_index", "prompt_lengths", "rewards", "outcome_values", "advantages", "truncated", "passed",
+)  # fmt: skip
 _TOKEN_COLUMNS = (
-    "token_ids",
-    "policy_mask",
-    "loss_mask",
-    "behavior_logprobs",
-    "versions",
-    "staleness",
-    "pure",
-    "temperatures",
-)
+    "token_ids", "policy_mask", "loss_mask", "behavior_logprobs", "versions", "staleness", "pure", "temperatures",
+)  # fmt: skip
 
 NO_VERSION = -1
 """Version of tokens that no policy wrote."""
@@ -92,11 +78,6 @@ class TrainBatch:
         )
 
     @property
-    def unscored_trajectories(self) -> int:
-        """Number of dropped trajectories of its groups."""
-        return int(self.unscored.sum())
-
-    @property
     def trajectory_count(self) -> int:
         """Number of trajectories that are trained on."""
         return len(self.trajectory_ids)
@@ -134,10 +115,9 @@ def build_train_batch(
 
     ``train_step_of_version`` maps every policy version that wrote tokens to its train step. Advantages compare the
     members that have a reward, including ``reward.fixed_value``; members without one are dropped. ``advantage`` None
-    leaves the advantages NaN, for those that need a pass of a policy.
-    ``max_token_staleness`` masks older tokens (``on_stale: mask_old_segments``). Raises DataError for an unknown
-    version, a repeated trajectory, a segment without finite logprobs or with T = 0, an empty prompt, and a batch
-    without a reward.
+    leaves the advantages NaN, for those that need a pass of a policy. ``max_token_staleness`` masks older tokens
+    (``on_stale: mask_old_segments``). Raises DataError for an unknown version, a repeated trajectory, a segment without
+    finite logprobs or with T = 0, an empty prompt, and a batch without a reward.
     """
     # The queue returns only members with a reward; reward.fixed_value does not change the kind of the outcome.
     members = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories if t.outcome is not None]
@@ -147,31 +127,29 @@ def build_train_batch(
     ids = tuple(t.trajectory_id for _, t in members)
     if len(set(ids)) != len(ids):
         raise DataError(f"batch {batch.train_step}: a trajectory occurs twice")
-    group_index = np.array([g for g, _ in members], np.int64)
-    rewards = np.array([t.shaped_reward for _, t in members], np.float64)
-    current = batch.train_step - 1
-    columns = [_columns(t, train_step_of_version, current) for _, t in members]
+    columns = [_columns(t, train_step_of_version, batch.train_step - 1) for _, t in members]
     flat = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
     lengths = np.array([len(c["token_ids"]) for c in columns], np.int64)
-    policy_mask = flat["versions"] != NO_VERSION
-    loss_mask = stale_mask(torch.from_numpy(flat["staleness"]), torch.from_numpy(policy_mask), max_token_staleness)
+    loss_mask = policy_mask = flat["versions"] != NO_VERSION
+    if max_token_staleness is not None:  # docs/architecture.md: The staleness bound
+        loss_mask = policy_mask & (flat["staleness"] <= max_token_staleness)
     flattened = TrainBatch(
         train_step=batch.train_step,
         trajectory_ids=ids,
-        group_index=group_index,
+        group_index=np.array([g for g, _ in members], np.int64),
         group_count=len(batch.groups),
         group_domains=tuple(group.trajectories[0].prompt.domain for group in batch.groups),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         prompt_lengths=np.array([len(t.prompt.token_ids) for _, t in members], np.int64),
-        rewards=rewards,
+        rewards=np.array([t.shaped_reward for _, t in members], np.float64),
         # None, which is no verdict, becomes NaN.
         outcome_values=np.array([t.outcome and t.outcome.verdict for _, t in members], np.float64),
         advantages=np.full(len(members), np.nan),
         truncated=np.array([t.finish_reason is FinishReason.LENGTH for _, t in members]),
         sequence_index=np.repeat(np.arange(len(members), dtype=np.int64), lengths),
         policy_mask=policy_mask,
-        loss_mask=loss_mask.numpy(),
-        masked_by={} if max_token_staleness is None else {"stale": policy_mask & ~loss_mask.numpy()},
+        loss_mask=loss_mask,
+        masked_by={} if max_token_staleness is None else {"stale": policy_mask & ~loss_mask},
         passed=np.ones(len(members), np.bool_),
         unscored=np.array([sum(t.outcome is None for t in group.trajectories) for group in batch.groups], np.int64),
         **flat,

@@ -27,6 +27,7 @@ from rollmesh.trainer.learner.forward_backward import (
     TokenColumns,
     accumulate_gradient,
     judge_tokens,
+    score_with_entropy,
 )
 from rollmesh.trainer.learner.method_binding import BoundAdvantage, BoundMask, bind_advantage, bind_masks, loss_recipe
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, current_version
@@ -153,10 +154,7 @@ class StepRunner:
     scorer: OldLogprobScorer
 
     def run(self, plan: StepPlan, flat: TrainBatch) -> tuple[StepInputs, list[Update], float]:
-        """Compute old and reference logprobs of a batch, then make one update per minibatch.
-
-        The last result is the wall time before the first gradient pass.
-        """
+        """Compute old and reference logprobs, whose time is the last result, then one update per minibatch."""
         begin = time.perf_counter()
         minibatches = split_minibatches(flat, plan.recipe.minibatches)
         inputs = self.inputs(plan, flat, one_minibatch=len(minibatches) == 1)
@@ -177,7 +175,8 @@ class StepRunner:
         """
         policy = entropy = reference = None
         if plan.advantage.needs_policy or any(mask.needs_policy for mask in plan.masks):
-            policy, entropy = self.scorer.policy(flat)
+            every = np.arange(flat.trajectory_count)
+            policy, entropy = score_with_entropy(self.model, self.compute, flat, every)
         if (version := plan.settings.kl_reference_version) is not None:
             reference = self.scorer.reference(flat, version)
         if plan.advantage.needs_policy or plan.advantage.needs_reference:
@@ -202,7 +201,13 @@ class StepRunner:
     ) -> Update:
         """Update the weights with the gradient in the parameters, which is of these trajectories, [sequences]."""
         begin = time.perf_counter()
-        factor = _rate_factor(plan.loss, flat, done.logprobs, sequences)
+        factor = 1.0
+        if plan.loss.update_scale is not None:  # of the weights of the trajectories over their tokens in the loss
+            # With an update scale every trajectory has a pass (StepPlan.passed).
+            inside = flat.loss_mask & np.isin(flat.sequence_index, sequences)
+            size = effective_sample_size((done.logprobs - flat.behavior_logprobs)[inside], flat.sequence_index[inside])
+            if count := len(np.unique(flat.sequence_index[inside])):
+                factor = plan.loss.update_scale(size / count)
         norm, applied = apply_update(self.optimizer, plan.recipe.max_grad_norm, factor)
         return Update(
             done=done,
@@ -261,17 +266,6 @@ def token_columns(flat: TrainBatch, old: OldLogprobs, policy_share: Tensor, refe
         sequence_index=torch.from_numpy(flat.sequence_index),
         reference_logprobs=reference,
     )
-
-
-def _rate_factor(loss: LossRecipe, flat: TrainBatch, logprobs: Float64Array, sequences: Int64Array) -> float:
-    """Return the factor of the update scale, from the weights of the trajectories over their tokens in the loss."""
-    if loss.update_scale is None:
-        return 1.0
-    # With an update scale every trajectory has a pass (StepPlan.passed).
-    inside = flat.loss_mask & np.isin(flat.sequence_index, sequences)
-    size = effective_sample_size((logprobs - flat.behavior_logprobs)[inside], flat.sequence_index[inside])
-    count = len(np.unique(flat.sequence_index[inside]))
-    return loss.update_scale(size / count) if count else 1.0
 
 
 def trailing_skipped(applied: Sequence[bool]) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from rollmesh.checkpoints.batches import ReplayDraw, StepSettings, StoredBatch, training_batch
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
@@ -16,9 +17,9 @@ from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.segments import join_group
 from rollmesh.trainer.learner.method_binding import differing_settings
+from rollmesh.trainer.service.leading_rank import Retry
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.trainer_progress import Progress
-from rollmesh.trainer.service.trainer_waits import Retry
 from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.types import Batch
 
@@ -74,9 +75,11 @@ class BatchSource:
         if claimed is not None:
             await self._confirm(claimed)
             return claimed
-        found = await self._claim(train_step, timeout)
+        started_ns, traceparent = time.time_ns(), tracer().train_step(train_step)
+        found = await self._session.claim(train_step, timeout)
         if found is None:
             return None
+        tracer().span("claim", traceparent, kind="client", start_ns=started_ns, groups=len(found.groups)).end()
         started = time.monotonic()
         claimed = await self._written(found)
         await self._confirm(claimed)
@@ -120,15 +123,7 @@ class BatchSource:
     async def _complete(self, stored: StoredBatch) -> Batch:
         return await self._retry.run("read_replayed_groups", lambda: asyncio.to_thread(self._replay.complete, stored))
 
-    async def _claim(self, train_step: int, timeout: float) -> Batch | None:
-        started_ns, traceparent = time.time_ns(), tracer().train_step(train_step)
-        found = await self._session.claim(train_step, timeout)
-        if found is not None:
-            tracer().span("claim", traceparent, kind="client", start_ns=started_ns, groups=len(found.groups)).end()
-        return found
-
     async def _written(self, found: Batch) -> ClaimedBatch:
-        """Write the file of a claimed batch."""
         store, train_step = self._session.store, found.train_step
         joined = await asyncio.to_thread(lambda: tuple(map(join_group, found.groups)))
         batch = replace(found, groups=joined)
@@ -182,13 +177,9 @@ class ReplaySource:
         window = min(config.batches, self._max_staleness)  # older groups are over the bound
         first = max(step - window, self._progress.rollback_step + 1, 1)
         sources = self._sources(first, step)
-        candidates = [
-            candidate
-            for stored in sources
-            for candidate in replay_candidates(stored.batch, stored.footer.version_train_steps)
-        ]
+        candidates = [replay_candidates(stored.batch, stored.footer.version_train_steps) for stored in sources]
         drawn = draw_replay(
-            candidates,
+            list(chain.from_iterable(candidates)),
             replayed_count(len(fresh.groups), config.share),
             by=config.by,
             seed=self._seed,
@@ -207,10 +198,7 @@ class ReplaySource:
         )
 
     def complete(self, stored: StoredBatch) -> Batch:
-        """Return the batch of a file with its replayed groups. Raises CheckpointError if the file of one is not valid.
-
-        The train steps of the policies that wrote the replayed groups are added to the catalog.
-        """
+        """Return the batch of a file with its replayed groups. Raises CheckpointError if the file of one is damaged."""
         train_step, draw = stored.batch.train_step, stored.footer.replay
         batch = training_batch(stored, self._stored)
         for step in {step for step, _ in draw.groups} if draw is not None else ():

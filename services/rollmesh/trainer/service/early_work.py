@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.lifecycle import wait_or_shutdown
@@ -21,27 +22,22 @@ _POLL_SECONDS = 0.25
 _RETRY_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class PartSource:
     """Source of parts. It only reads the queue; batch file and confirmation still come before the optimizer step."""
 
-    def __init__(self, rank: LeadingRank) -> None:
-        self._rank = rank
-        self._groups = rank.schedule.part_groups
-        self._batch = rank.schedule.groups_per_batch
-        self.seconds = 0.0
-        """Wall time of the passes of the newest block."""
-        self._pass: asyncio.Future[bool] | None = None
-        """Newest pass over a part; it runs in the executor's only thread."""
-        self._log = get_logger("part_source")
+    _rank: LeadingRank
+    seconds: float = field(default=0.0, init=False)
+    """Wall time of the passes of the newest block."""
+    _pass: asyncio.Future[bool] | None = field(default=None, init=False)
+    """Newest pass over a part; it runs in the executor's only thread."""
+    _log: Logger = field(default_factory=lambda: get_logger("part_source"), init=False)
 
     @asynccontextmanager
     async def accumulating(self, train_step: int) -> AsyncIterator[None]:
-        """Accumulate parts of a batch within the block, which waits for its cut; raises the error of a pass.
-
-        A pass that runs when the cut arrives is awaited: if it fails on one rank, all ranks must end.
-        """
+        """Accumulate parts within the block, which waits for the cut; raises the error of a pass."""
         self.seconds = 0.0
-        if not self._groups:
+        if not self._rank.schedule.part_groups:
             yield
             return
         task = asyncio.create_task(self._accumulate(train_step), name="accumulate-parts")
@@ -49,20 +45,21 @@ class PartSource:
             yield
         finally:
             raise_first_error(await cancel_and_wait(task))
-        if self._pass is not None:
+        if self._pass is not None:  # if it fails on one rank, all ranks must end
             await self._pass
 
     async def _accumulate(self, train_step: int) -> None:
-        self._pass = None
+        self._pass, session, schedule = None, self._rank.session, self._rank.schedule
         while not self._rank.shutdown.is_set():
             known = self._rank.ranks.trainer.accumulated_group_ids
-            if len(known) == self._batch:
+            if len(known) == schedule.groups_per_batch:
                 return
-            groups = await self._ready_groups(train_step, known)
+            read = partial(session.store.training.ready_groups, session.token, train_step, schedule.part_groups, known)
+            groups = await session.retry("ready_groups", read)
             if not groups:
                 await wait_or_shutdown(self._rank.shutdown, _POLL_SECONDS)
                 continue
-            await self._rank.session.learn_policies()
+            await session.learn_policies()
             self._pass = asyncio.get_running_loop().run_in_executor(self._rank.executor, self._pass_over, groups)
             if not await asyncio.shield(self._pass):
                 await wait_or_shutdown(self._rank.shutdown, _RETRY_SECONDS)
@@ -84,14 +81,8 @@ class PartSource:
         self._log.info("part_accumulated", train_step=trainer.train_step + 1, groups=len(trainer.accumulated_group_ids))
         return True
 
-    async def _ready_groups(self, train_step: int, known: frozenset[str]) -> list[Group]:
-        training, token = self._rank.session.store.training, self._rank.session.token
-        return await self._rank.session.retry(
-            "ready_groups", lambda: training.ready_groups(token, train_step, self._groups, known)
-        )
 
-
-_POLL_SECONDS = 0.05
+_IDLE_POLL_SECONDS = 0.05
 _IDLE_TIMEOUT_SECONDS = 30.0
 
 
@@ -105,15 +96,18 @@ class StageEnds:
     _log: Logger = field(default_factory=lambda: get_logger("stages"), init=False)
 
     async def record(self, batch: Batch) -> int:
-        """Score the tokens since the last stage that are not in ``batch``; return the number of trajectories.
-
-        A replay records nothing: newer policies exist, and the new tokens were not sampled by the current weights.
-        """
+        """Score the tokens since the last stage that are not in ``batch``; return the number of trajectories."""
         newest = self._rank.ranks.catalog.newest
         if newest is None or newest.train_step != self._rank.ranks.trainer.train_step:
             return 0
-        await self._wait_until_idle()
-        store, seen = self._rank.session.store, self._seen
+        store, seen, deadline = self._rank.session.store, self._seen, time.monotonic() + _IDLE_TIMEOUT_SECONDS
+        # Until no rollout runs: tokens that are not saved by then fall back to the sampler's logprobs.
+        while (leased := (await self._rank.session.retry("view", store.mesh.view)).leased) > 0:
+            if time.monotonic() > deadline:
+                self._log.warning("rollouts_still_run_at_the_barrier", leased=leased, seconds=_IDLE_TIMEOUT_SECONDS)
+                break
+            if await wait_or_shutdown(self._rank.shutdown, _IDLE_POLL_SECONDS):
+                break
         unclaimed = await self._rank.session.retry("unclaimed_trajectories", lambda: store.unclaimed.read(seen))
         in_batch = {t.trajectory_id for g in batch.groups for t in g.trajectories}
         unfinished = {i: saved for i, saved in unclaimed.items() if i not in in_batch}
@@ -123,13 +117,3 @@ class StageEnds:
         recorded = await self._rank.in_torch(lambda: self._rank.ranks.end_stage(changed, kept))
         self._seen = unfinished
         return recorded
-
-    async def _wait_until_idle(self) -> None:
-        """Wait until no rollout runs. Tokens that are not saved by then fall back to the sampler's logprobs."""
-        deadline = time.monotonic() + _IDLE_TIMEOUT_SECONDS
-        while (leased := (await self._rank.session.retry("view", self._rank.session.store.mesh.view)).leased) > 0:
-            if time.monotonic() > deadline:
-                self._log.warning("rollouts_still_run_at_the_barrier", leased=leased, seconds=_IDLE_TIMEOUT_SECONDS)
-                return
-            if await wait_or_shutdown(self._rank.shutdown, _POLL_SECONDS):
-                return

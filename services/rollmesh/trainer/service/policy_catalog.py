@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
@@ -20,18 +21,17 @@ from rollmesh.trainer.learner.method_binding import needs_reference
 from rollmesh.types import PolicyRecord
 
 
+@dataclass(eq=False)
 class PolicyCatalog:
     """Copy of the policy registry for the train step. Every rank has its own.
 
     The executor's thread reads it while policies are announced, so its mappings are replaced and never changed.
     """
 
-    def __init__(self, checkpoints: CheckpointStore) -> None:
-        self._checkpoints = checkpoints
-        self._records: dict[int, PolicyRecord] = {}
-        self._pruned: dict[int, int] = {}
-        self._verified: dict[int, VerifiedPolicy] = {}
-        self._log = get_logger("policy_catalog")
+    _checkpoints: CheckpointStore
+    _records: dict[int, PolicyRecord] = field(default_factory=dict, init=False)
+    _pruned: dict[int, int] = field(default_factory=dict, init=False)
+    _verified: dict[int, VerifiedPolicy] = field(default_factory=dict, init=False)
 
     def update(self, records: Iterable[PolicyRecord]) -> None:
         """Add records of policies. Records are immutable."""
@@ -72,10 +72,7 @@ class PolicyCatalog:
         return max(versions) if versions else max(self._records, default=-1) + 1
 
     def folder(self, policy_version: int) -> Path | None:
-        """Return the verified folder of a version; None if it is unknown, pruned or rejected (logged).
-
-        Raises CheckpointError if it cannot be read at the moment: the result would depend on the outage.
-        """
+        """Return the folder of a version; None if unknown, pruned or rejected. Raises CheckpointError for an outage."""
         if policy_version not in self._records:
             return None
         try:
@@ -83,7 +80,9 @@ class PolicyCatalog:
         except CheckpointError as error:
             if error.outside:
                 raise
-            self._log.warning("policy_not_usable", policy_version=policy_version, reason=error.reason)
+            get_logger("policy_catalog").warning(
+                "policy_not_usable", policy_version=policy_version, reason=error.reason
+            )
             return None
 
     def open(self, policy_version: int) -> Path:
@@ -91,10 +90,7 @@ class PolicyCatalog:
         return self.policy(policy_version).folder
 
     def policy(self, policy_version: int) -> VerifiedPolicy:
-        """Return a verified version; raise CheckpointError with the reason if there is none.
-
-        A version is verified once. Each call checks that its folder exists, because it may have been pruned since.
-        """
+        """Return a version, verified once while its folder stays; raise CheckpointError if there is none."""
         if policy_version not in (kept := self._kept()):
             record = self._records.get(policy_version)
             if record is None:
@@ -116,27 +112,21 @@ class PolicyCatalog:
 
 
 def check_reference(algorithm: AlgorithmConfig, catalog: PolicyCatalog) -> None:
-    """Raise ConfigError if the run file's reference is missing; ``catalog`` has every published policy.
-
-    Raises CheckpointError if the check is not possible now: the disk is full, or the object store is unreachable.
-    """
+    """Raise ConfigError if the run file's reference is missing, CheckpointError if that cannot be told for now."""
     version, newest = algorithm.kl_reference_version, catalog.newest
     if not needs_reference(algorithm) or (newest is None and version == 0):
         return  # a new run publishes version 0 before it trains
+    field = f"trainer.algorithm.kl_reference_version={version}"
     if newest is None or version > newest.policy_version:
         allowed = "a new run can use 0 only" if newest is None else f"the newest is {newest.policy_version}"
-        raise _config_error(version, f"this policy version is not published yet ({allowed})")
+        raise ConfigError(f"{field}: this policy version is not published yet ({allowed})")
     try:
         catalog.open(version)
     except CheckpointError as error:
         if error.outside:
             raise
         kept = "version 0, the newest versions (checkpoints.keep_last) and the previous reference"
-        raise _config_error(version, f"{error}; the kept versions are {kept}") from error
-
-
-def _config_error(version: int, problem: str) -> ConfigError:
-    return ConfigError(f"trainer.algorithm.kl_reference_version={version}: {problem}")
+        raise ConfigError(f"{field}: {error}; the kept versions are {kept}") from error
 
 
 def references_in_use(algorithm: AlgorithmConfig, checkpoints: CheckpointStore, committed_step: int) -> frozenset[int]:
@@ -184,10 +174,7 @@ def damaged_base(problem: str, reason: str) -> CheckpointError:
 
 
 def check_published(adapter: AdapterConfig, catalog: PolicyCatalog) -> None:
-    """Raise ConfigError if the newest policy is no adapter of these settings, whose layers are by name.
-
-    The launcher compares run files. This check covers trainers that are started without it.
-    """
+    """Raise ConfigError if the newest policy is no adapter of these settings: not every trainer has a launcher."""
     newest = catalog.newest
     if newest is None or newest.policy_version == BASE_VERSION:
         return

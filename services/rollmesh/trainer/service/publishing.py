@@ -51,7 +51,8 @@ class Publisher:
 
     _rank: LeadingRank
     _canary: list[Int32Array]
-    _announcer: Announcer
+    _references: Collection[int] = ()
+    """KL reference versions, which are never pruned."""
     _in_flight: asyncio.Task[None] | None = field(default=None, init=False)
     _newest: int = field(default=-1, init=False)
     """Version of the newest publication of this process."""
@@ -115,10 +116,7 @@ class Publisher:
             await self.announced()
 
     async def settle(self) -> None:
-        """Wait for the publication in flight after an error of the training loop, and log an error of its own.
-
-        Sends no orders to the other ranks, which may have failed too.
-        """
+        """Await the publication in flight after an error, and log its own; the other ranks get no orders any more."""
         if (task := self._in_flight) is None:
             return
         self._log.info("training_waits_for_publication", policy_version=self._newest)
@@ -128,11 +126,7 @@ class Publisher:
             self._log.error("publication_failed", policy_version=self._newest, message=str(error))
 
     async def cancel(self) -> None:
-        """End the publication in flight, if there is one; the next start of the trainer publishes the step.
-
-        Scoring or writing continues in its thread, and the process ends after it. A folder that is completed so is
-        announced by the next start.
-        """
+        """End the publication in flight; the next start publishes the step, or announces what a thread completes."""
         if self._in_flight is not None:
             await cancel_and_wait(self._in_flight)
 
@@ -141,11 +135,12 @@ class Publisher:
         with tracer().span("publish", step, kind="producer", policy_version=version):
             record = source if isinstance(source, PolicyRecord) else await source()
             with self._timed("announce"):
-                await self._announcer.announce(record)
-        await self._announcer.prune(label)
+                await self._announce(record)
+        await self._rank.session.learn_policies()
+        if removed := await self._rank.retry.run("prune_policies", lambda: self._prune(label)):
+            self._log.info("policies_pruned", paths=removed)
 
     async def _copied(self, session: str, version: int, train_step: int, parent: int | None) -> WritePolicy:
-        """Copy the weights out; return the function that writes them."""
         base = await self._rank.retry.run(
             "read_base", lambda: self._rank.in_torch(lambda: self._rank.ranks.base_of(version))
         )
@@ -229,17 +224,7 @@ class Publisher:
         self._rank.checkpoints.check_copy(record)
         self._rank.checkpoints.open(record)
 
-
-@dataclass(eq=False)
-class Announcer:
-    """Announcer of policies under the trainer's session."""
-
-    _rank: LeadingRank
-    _references: Collection[int] = ()
-    """KL reference versions, which are never pruned."""
-    _log: Logger = field(default_factory=lambda: get_logger("publisher"), init=False)
-
-    async def announce(self, record: PolicyRecord) -> None:
+    async def _announce(self, record: PolicyRecord) -> None:
         """Announce a policy, then mark its folder. Idempotent."""
         store, token = self._rank.session.store, self._rank.session.token
         try:
@@ -256,13 +241,6 @@ class Announcer:
         self._log.info(
             "policy_announced", policy_version=record.policy_version, train_step=record.train_step, path=record.path
         )
-
-    async def prune(self, session: str) -> None:
-        """Delete old policies; ``session`` is the label of the folders of this trainer."""
-        await self._rank.session.learn_policies()
-        removed = await self._rank.retry.run("prune_policies", lambda: self._prune(session))
-        if removed:
-            self._log.info("policies_pruned", paths=removed)
 
     async def _prune(self, session: str) -> list[str]:
         store = self._rank.session.store
@@ -306,10 +284,7 @@ _SEED = 20_071_115
 
 
 def canary_count(parameter_count: int, device_type: str) -> int:
-    """Return the number of canary sequences for a model that is trained on a device of this type.
-
-    A large model takes seconds of a CPU core to score them all, in the trainer and in every generator.
-    """
+    """Return the number of canary sequences: a large model takes seconds of a CPU core, in every generator, for all."""
     return _FEW_SEQUENCES if device_type == "cpu" and parameter_count >= _LARGE_PARAMETERS else CANARY_SEQUENCES
 
 
@@ -322,10 +297,7 @@ def canary_sequences(vocab_size: int, count: int = CANARY_SEQUENCES) -> list[Int
 def scored_canary(
     train_step: int, sequences: Sequence[Int32Array], logprobs: Sequence[Float32Array]
 ) -> list[CanarySequence]:
-    """Return the sequences with their scores under the policy of a train step.
-
-    Raises TrainingDiverged if a score is not finite, and ConfigError for one of the initial model.
-    """
+    """Return the scored sequences. Raises TrainingDiverged (ConfigError for step 0) if a score is not finite."""
     if not all(np.isfinite(values).all() for values in logprobs):
         if train_step == 0:
             raise ConfigError(

@@ -57,14 +57,14 @@ class RankCoordinator:
     def end_stage(self, trajectories: Sequence[Trajectory], kept: Collection[str]) -> int:
         """Record log-probabilities of unfinished trajectories under the current weights, for ``stage_end``."""
         unfinished = Group(group_id="", admission_index=0, trajectories=tuple(trajectories))
-        order = {"do": "end_stage", "kept": sorted(kept)}
-        train_steps = self._order(order, Batch(train_step=0, groups=(unfinished,)))
+        sent = Batch(train_step=0, groups=(unfinished,))
+        train_steps = self._order({"do": "end_stage", "kept": sorted(kept)}, sent)
         return self.trainer.end_stage(trajectories, train_steps, kept)
 
     def save(self, session: str, rollback_count: int, extra: Mapping[str, Any]) -> CommittedState:
         """Commit the trainer state. Raises CheckpointError."""
-        whole = dict(extra) | self.trainer.state_extra()
-        order = {"do": "save", "session": session, "rollback_count": rollback_count, "extra": whole}
+        order = {"do": "save", "session": session, "rollback_count": rollback_count}
+        order["extra"] = dict(extra) | self.trainer.state_extra()
         self._order(order)
         return self._save(order)
 
@@ -130,7 +130,12 @@ class RankCoordinator:
                 unfinished = [t for g in batch.groups for t in g.trajectories]
                 self.trainer.end_stage(unfinished, self.catalog.train_steps, order["kept"])
             case "save":
-                self._save_unless_disk_full(order)
+                try:
+                    self._save(order)
+                except CheckpointError as error:
+                    if error.reason != Reason.DISK_FULL:  # all ranks fail together, and rank 0 repeats the order later
+                        raise
+                    get_logger("ranks").warning("state_not_saved", rank=self.world.rank, message=str(error))
             case "load":
                 self._load(self._find(order["folder"]))
             case "take_weights":
@@ -145,10 +150,7 @@ class RankCoordinator:
                 raise ValueError(f"unknown order {unknown!r}")
 
     def _order(self, order: Order, batch: Batch | None = None) -> Mapping[int, int]:
-        """Send an order with the policies that the other ranks do not know; return the train steps of all policies.
-
-        Both are of one moment, because a policy may be announced meanwhile: all ranks must know the same policies.
-        """
+        """Send an order with the new policies; return the train steps of all, of one moment as announcements go on."""
         records, train_steps = self.catalog.snapshot()
         if self.world.size > 1:
             new = [r for r in records if r.policy_version not in self._known_to_peers]
@@ -167,15 +169,6 @@ class RankCoordinator:
             tensors=self.trainer.state_tensors(),
             extra=order["extra"],
         )
-
-    def _save_unless_disk_full(self, order: Order) -> None:
-        """Save the state; log a full disk. All ranks fail together, and rank 0 repeats the order later."""
-        try:
-            self._save(order)
-        except CheckpointError as error:
-            if error.reason != Reason.DISK_FULL:
-                raise
-            get_logger("ranks").warning("state_not_saved", rank=self.world.rank, message=str(error))
 
     def _load(self, state: CommittedState) -> Mapping[str, Any]:
         tensors = self.trainer.tensors_to_fill(state.record.extra)

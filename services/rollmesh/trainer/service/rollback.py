@@ -35,10 +35,7 @@ class RollbackRunner:
     _log: Logger = field(default_factory=lambda: get_logger("rollback"), init=False)
 
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
-        """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state.
-
-        After an error, the next start of the trainer carries it out.
-        """
+        """Carry out the pending request once all batch files are replayed; after an error the next start does."""
         request = await self.pending()
         if request is None:
             return
@@ -46,18 +43,24 @@ class RollbackRunner:
         if steps and steps[-1] > self._rank.ranks.trainer.train_step:
             return
         await self.unless_abandoned(self._publisher.announced())
-        refusal = None
-        if request.request_id != self._rank.progress.rollback_id:
-            refusal = await self._go_back(request, commit)
+        refusal, progress, version = None, self._rank.progress, request.policy_version
         session, store, token = self._rank.session, self._rank.session.store, self._rank.session.token
+        if request.request_id != progress.rollback_id:
+            self._rank.ranks.catalog.update(await session.retry("policies", store.policies.announced))
+            refusal = await self._rank.retry.run("take_weights", lambda: self._take_weights(version))
+            if refusal is None:
+                progress.rollback_count += 1
+                progress.rollback_id = request.request_id
+                progress.rollback_step = self._rank.ranks.trainer.train_step
+                progress.rolled_back_to = version
+                progress.nonfinite_updates_in_a_row = 0
+                await commit()
         if refusal is None:
-            version = await self._publisher.publish(self._rank.ranks.trainer.train_step)
+            new = await self._publisher.publish(self._rank.ranks.trainer.train_step)
             dropped = await session.retry("rollback", lambda: store.training.roll_back(token))
-            self._log.info(
-                "rolled_back", to_version=request.policy_version, policy_version=version, dropped_groups=dropped
-            )
+            self._log.info("rolled_back", to_version=version, policy_version=new, dropped_groups=dropped)
         else:
-            self._log.error("rollback_refused", policy_version=request.policy_version, message=str(refusal))
+            self._log.error("rollback_refused", policy_version=version, message=str(refusal))
         await session.retry("finish_rollback", lambda: store.rollbacks.finish(token, request))
 
     async def unless_abandoned(self, publication: Awaitable[T]) -> T | None:
@@ -86,18 +89,4 @@ class RollbackRunner:
             if error.outside:
                 raise
             return error
-        return None
-
-    async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> CheckpointError | None:
-        """Restore the weights and commit them; return the error of a version that is not kept."""
-        store, version = self._rank.session.store, request.policy_version
-        self._rank.ranks.catalog.update(await self._rank.session.retry("policies", store.policies.announced))
-        if (refusal := await self._rank.retry.run("take_weights", lambda: self._take_weights(version))) is not None:
-            return refusal
-        self._rank.progress.rollback_count += 1
-        self._rank.progress.rollback_id = request.request_id
-        self._rank.progress.rollback_step = self._rank.ranks.trainer.train_step
-        self._rank.progress.rolled_back_to = version
-        self._rank.progress.nonfinite_updates_in_a_row = 0
-        await commit()
         return None

@@ -94,7 +94,6 @@ def keep_lines_up_to(file: Path, train_step: int) -> None:
 
 @contextmanager
 def _convert_disk_full(file: Path) -> Iterator[None]:
-    """Convert the OSError of a full disk to CheckpointError (disk_full), which is retried."""
     try:
         yield
     except OSError as error:
@@ -142,10 +141,7 @@ def decoder(folder: Path) -> Decode:
 
 
 def sample_completions(batch: Batch, count: int, decode: Decode) -> list[dict[str, Any]]:
-    """Select ``count`` trajectories spread over the groups of the batch, with a different member in each step.
-
-    At most one trajectory per group.
-    """
+    """Select ``count`` trajectories, at most one of a group, spread over the groups and of other members each step."""
     count = min(count, len(batch.groups))
     chosen: list[Trajectory] = []
     for i in range(count):
@@ -179,10 +175,7 @@ class Tracker(Protocol):
 
 
 def build_trackers(config: RunConfig) -> list[Tracker]:
-    """Build the trackers of ``telemetry.trackers``; raise ConfigError with the name of an extra that is not installed.
-
-    Later failures are only logged: metrics.jsonl has every number, so a tracker must not stop the run.
-    """
+    """Build the trackers of ``telemetry.trackers``; raise ConfigError with the name of an extra that is missing."""
     makers: dict[str, Callable[[RunConfig], Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
     return [_OptionalTracker(name, makers[name](config)) for name in dict.fromkeys(config.telemetry.trackers)]
 
@@ -199,7 +192,7 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class _OptionalTracker:
-    """A tracker whose failures are logged and not raised."""
+    """A tracker whose failures are logged and not raised: metrics.jsonl has every number."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
@@ -266,9 +259,14 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise _missing("wandb") from error
+        # By folder: two of them may contain runs with the same name. The file is empty after a power cut.
+        stable_id = Path(config.folder) / "wandb-id"
+        if not stable_id.exists() or not stable_id.stat().st_size:
+            stable_id.parent.mkdir(parents=True, exist_ok=True)
+            stable_id.write_text(f"{config.name}-{secrets.token_hex(4)}", encoding="utf-8")
         options: dict[str, Any] = {
             "name": config.name,
-            "id": _stable_id(Path(config.folder) / "wandb-id", config.name),
+            "id": stable_id.read_text(encoding="utf-8"),
             "resume": "allow",
             "dir": config.folder,
             # Keep rollmesh's log lines out of W&B. W&B's own messages are in its folder.
@@ -294,15 +292,6 @@ class WandbTracker:
     def close(self) -> None:
         """Upload the remaining data."""
         self._run.finish()
-
-
-def _stable_id(file: Path, name: str) -> str:
-    """Return the W&B id of this run folder. Two folders may contain runs with the same name."""
-    # The file is empty after a power cut before its content was on disk.
-    if not file.exists() or not file.stat().st_size:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{name}-{secrets.token_hex(4)}", encoding="utf-8")
-    return file.read_text(encoding="utf-8")
 
 
 def _missing(extra: str) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollmesh.runtime.spans import Span
@@ -32,19 +33,16 @@ def reported(record: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+@dataclass(eq=False)
 class StepSummaries:
     """Copy of the run folder's reports in the queue, kept up to date."""
 
-    def __init__(self, session: TrainingSession, records: StepRecords) -> None:
-        self._session = session
-        self._records = records
-        self._assertions = 0
+    _session: TrainingSession
+    _records: StepRecords
+    _assertions: int = field(default=0, init=False)
 
     async def restore(self, train_step: int) -> None:
-        """Drop the reports of later steps and restore missing reports from the run folder.
-
-        A queue may have lost reports. Reports that are missing in the folder stay in the queue.
-        """
+        """Drop the reports of later steps, and restore those from the run folder that the queue may have lost."""
         # Read before the work: if Redis restarts meanwhile, the next report restores again.
         self._assertions = self._session.assertions
         found = [reported(line) for line in await asyncio.to_thread(self._records.newest, KEPT_REPORTS, train_step)]
@@ -72,10 +70,7 @@ MAX_TRAJECTORIES = 512
 
 
 def step_span(claimed: ClaimedBatch) -> Span:
-    """Start the root span of the train step, linked to its trajectories.
-
-    A replay starts a child span, because the first training of the step has already sent the root.
-    """
+    """Start the root span of the train step, linked to its trajectories; a child of the first one for a replay."""
     step = claimed.batch.train_step
     return tracer().span(
         "train_step",

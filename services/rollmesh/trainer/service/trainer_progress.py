@@ -41,10 +41,7 @@ class GeneratedTokens:
             del self.seen[instance_id]
 
     def goodput(self, trained_tokens: int) -> float | None:
-        """Return trained tokens per sampled token, 0..1; None if it is unknown.
-
-        A total below the trained tokens is incomplete: it lacks generators that were never observed.
-        """
+        """Return trained tokens per sampled token, 0..1; None while generators are missing in the total."""
         if not self.total or trained_tokens > self.total:
             return None
         return trained_tokens / self.total
@@ -153,11 +150,7 @@ def load_newest_state(ranks: RankCoordinator, checkpoints: CheckpointStore, conf
 
 
 def _check_rollback(checkpoints: CheckpointStore, newest: CommittedState, unreadable: Mapping[str, str]) -> None:
-    """Raise CheckpointError if a policy is of a later rollback than the newest state.
-
-    A rollback commits its state before it writes a policy, so that state was there: it is damaged, or a copy of the
-    checkpoints lacks it.
-    """
+    """Raise CheckpointError if a policy is of a later rollback than the newest state, which was committed before."""
     count = newest.record.rollback_count
     later = [record for record in checkpoints.complete_policies() if record.rollback_count > count]
     if later:
@@ -172,11 +165,8 @@ def _check_rollback(checkpoints: CheckpointStore, newest: CommittedState, unread
 
 
 def _check_replay_from_start(checkpoints: CheckpointStore, unreadable: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless every step that was trained can be replayed from the initial model.
-
-    ``unreadable`` are the errors of the states by folder name. With a wrong secret all states and batch files are
-    unreadable, and nothing of the run may be changed then.
-    """
+    """Raise CheckpointError unless every trained step can be replayed; ``unreadable`` has errors by folder."""
+    # With a wrong secret nothing can be read, and nothing of the run may be changed.
     problem = f"no trainer state can be read ({'; '.join(unreadable.values()) or 'none is there'})"
     remedy = (
         "if checkpoints.secret (or ROLLMESH_CHECKPOINTS__SECRET) has changed or is missing, set it as it was, else "
@@ -197,14 +187,14 @@ def _check_replay_from_start(checkpoints: CheckpointStore, unreadable: Mapping[s
             ) from error
 
 
+@dataclass(eq=False)
 class EngineWork:
     """Differences of the registered totals, over generators that start and stop."""
 
-    def __init__(self, generated: GeneratedTokens) -> None:
-        """Initialize the totals; ``generated`` receives every observation."""
-        self._generated = generated
-        self._seen: dict[str, GeneratorWork] = {}
-        self._done = dict.fromkeys(_NAMES, 0.0)
+    _generated: GeneratedTokens
+    """It receives every observation."""
+    _seen: dict[str, GeneratorWork] = field(default_factory=dict, init=False)
+    _done: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_NAMES, 0.0), init=False)
 
     def begin(self, records: Sequence[GeneratorRecord]) -> None:
         """Assign all work so far to no step of this trainer. Its tokens still count for the run."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,21 +152,17 @@ class TrainingLoop:
         await self._reports.restore_if_lost(self.train_step)
         # A run that diverged at its last step raises this at every start.
         if self._diverged and (self.train_step >= last or not self._rank.shutdown.is_set()):
-            raise self._divergence()
+            limit, count = rank.config.trainer.nonfinite_updates_limit, rank.progress.nonfinite_updates_in_a_row
+            raise TrainingDiverged(
+                f"train step {self.train_step}: the gradients of the last {count} updates are not finite "
+                f"(trainer.nonfinite_updates_limit={limit}); the policy has diverged. Roll back to an older version, "
+                "or start a new run from one (model.path) with a lower trainer.learning_rate"
+            )
 
     @property
     def _diverged(self) -> bool:
         limit = self._rank.config.trainer.nonfinite_updates_limit
         return self._rank.progress.nonfinite_updates_in_a_row >= limit
-
-    def _divergence(self) -> TrainingDiverged:
-        count = self._rank.progress.nonfinite_updates_in_a_row
-        return TrainingDiverged(
-            f"train step {self.train_step}: the gradients of the last {count} updates are not finite "
-            f"(trainer.nonfinite_updates_limit={self._rank.config.trainer.nonfinite_updates_limit}); the policy has "
-            "diverged. Roll back to an older version, or start a new run from one (model.path) with a lower "
-            "trainer.learning_rate"
-        )
 
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
         rank, step = self._rank, claimed.batch.train_step
@@ -180,11 +176,12 @@ class TrainingLoop:
             stage_seconds = await _seconds_of(self._stages.record(claimed.batch))
         traceparent, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", traceparent):
-            report = (await self._trained(claimed)).after_stage_end(stage_seconds)
+            report = await self._trained(claimed)
+        seconds = {**report.seconds, "evidence": report.seconds["evidence"] + stage_seconds}
         mark_trained(claimed, started_ns)
         stalled += await _seconds_of(self._rollbacks.unless_abandoned(self._publisher.announced()))
         await rank.session.report_trained(step)
-        await self._record(claimed, report, waited)
+        await self._record(claimed, replace(report, seconds=seconds), waited)
         if step % rank.config.checkpoints.state_every_steps == 0 or step == last:
             with tracer().span("save", traceparent):
                 await self._commit()
@@ -204,10 +201,7 @@ class TrainingLoop:
         )
 
     async def _trained(self, claimed: ClaimedBatch) -> StepReport:
-        """Train on a batch, once the store has every policy that the step reads: before the update, so it may repeat.
-
-        Other ranks may be inside the step, so an error of several ranks ends the trainer.
-        """
+        """Train on a batch; a single rank repeats it until the store has every policy that it reads."""
         ranks, settings, replayed = self._rank.ranks, claimed.stored.footer.settings, claimed.replayed_group_ids
 
         def train() -> Awaitable[StepReport]:
@@ -219,7 +213,6 @@ class TrainingLoop:
         await self._rank.retried("tidy_records", partial(self._records.tidy, self.train_step))
 
     async def _commit(self) -> None:
-        """Save the trainer state, unless this step is committed already."""
         if self.train_step > self._rank.session.committed_step:
             await self._save()
 
@@ -237,7 +230,7 @@ class TrainingLoop:
         rank.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
         prune = partial(rank.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
         await rank.retried("prune_states", prune)
-        await asyncio.to_thread(rank.metrics.disk.observe, rank.checkpoints.root)
+        await asyncio.to_thread(rank.metrics.observe_disk, rank.checkpoints.root)
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
         rank = self._rank
@@ -262,7 +255,7 @@ class TrainingLoop:
         await self._reports.add(record)
         await rank.retried("record", lambda: self._records.append(record, samples))
         rank.metrics.observe_step(report, record)
-        rank.metrics.groups.observe(deciles, counts)
+        rank.metrics.observe_groups(deciles, counts)
         rank.metrics.domains.observe(domains)
         if claimed.replayed:
             rank.metrics.replays.inc()
@@ -286,7 +279,6 @@ class TrainingLoop:
 
 
 async def _seconds_of(work: Awaitable[object]) -> float:
-    """Await ``work`` and return its seconds."""
     started = time.monotonic()
     await work
     return time.monotonic() - started

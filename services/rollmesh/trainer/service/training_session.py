@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
@@ -19,7 +20,7 @@ from rollmesh.mesh import Cursor, RunLimits
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import Logger, get_logger
 from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
 from rollmesh.store import TrajectoryStore
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
@@ -38,46 +39,35 @@ class Stopped(RollmeshError):
     """Shutdown of the process during a wait; all completed work is safe."""
 
 
+@dataclass(eq=False)
 class TrainingSession:
     """The trainer's calls to the queue, and its own record of the progress."""
 
-    def __init__(
-        self,
-        store: TrajectoryStore,
-        checkpoints: CheckpointStore,
-        catalog: PolicyCatalog,
-        metrics: TrainerMetrics,
-        shutdown: Shutdown,
-        health: Health | None = None,
-    ) -> None:
-        self.store = store
-        self.token = ""
-        """Session token; empty until ``open``."""
-        self.committed_step = 0
-        """Train step of the newest committed state."""
-        self.trained_step = 0
-        """Newest train step that is trained, or whose batch file is followed by another one."""
-        self.assertions = 0
-        """Number of re-assertions of the training state: one at startup, and one per Redis restart."""
-        self.run_id = ""
-        """run_id of the Redis server that has the training state; empty during a re-assertion."""
-        self._checkpoints = checkpoints
-        self._catalog = catalog
-        self._metrics = metrics
-        self._shutdown = shutdown
-        self._health = health or Health()
-        self._name = ""
-        self._lineage = ""
-        self._listed_version = -1
-        """Newest policy version that was read from the registry."""
-        self._lock = asyncio.Lock()
-        self._log = get_logger("session")
+    store: TrajectoryStore
+    _checkpoints: CheckpointStore
+    _catalog: PolicyCatalog
+    _metrics: TrainerMetrics
+    _shutdown: Shutdown
+    _health: Health = field(default_factory=Health)
+    token: str = field(default="", init=False)
+    """Session token; empty until ``open``."""
+    committed_step: int = field(default=0, init=False)
+    """Train step of the newest committed state."""
+    trained_step: int = field(default=0, init=False)
+    """Newest train step that is trained, or whose batch file is followed by another one."""
+    assertions: int = field(default=0, init=False)
+    """Number of re-assertions of the training state: one at startup, and one per Redis restart."""
+    run_id: str = field(default="", init=False)
+    """run_id of the Redis server that has the training state; empty during a re-assertion."""
+    _name: str = field(default="", init=False)
+    _lineage: str = field(default="", init=False)
+    _listed_version: int = field(default=-1, init=False)
+    """Newest policy version that was read from the registry."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _log: Logger = field(default_factory=lambda: get_logger("session"), init=False)
 
     async def open(self, name: str, limits: RunLimits) -> None:
-        """Open the session; the queue then rejects every older trainer.
-
-        Raises ConfigError if the queue belongs to another checkpoint store: another run with the same name.
-        """
+        """Open the session, which fences older trainers. Raises ConfigError if the queue belongs to another run."""
         self._name = name
         self._lineage = await asyncio.to_thread(self._checkpoints.lineage)
         self.run_id = await self.retry("server_run_id", self.store.recovery.server_run_id)
@@ -96,14 +86,22 @@ class TrainingSession:
     async def begin(self, committed_step: int) -> None:
         """Send the contents of the checkpoint store to Redis, and read the policy registry.
 
-        Every batch file but the newest was trained on, or is replayed before any other work.
+        Every batch file but the newest was trained on, or is replayed before any other work. Raises ConfigError if the
+        queue has dropped batches whose files are missing: they cannot be restored.
         """
         steps = await asyncio.to_thread(self._checkpoints.batch_steps)
         self.committed_step = committed_step
         self.trained_step = max(committed_step, steps[-1] - 1 if steps else 0)
         self._catalog.update(await asyncio.to_thread(self._checkpoints.complete_policies, announced_only=True))
         await self.retry("reassert_training", self._reassert)
-        await self._reject_older_checkpoints(max(committed_step, steps[-1] if steps else 0))
+        known, newest = (await self.retry("training_state", self.store.training.state)).trained_step, max([0, *steps])
+        if known > max(committed_step, newest):
+            raise ConfigError(
+                f"checkpoints.folder={self._checkpoints.root}: its newest batch file is of train step {newest}, "
+                f"but the queue has recorded step {known} as trained: these checkpoints were restored from an older "
+                "copy, or files were deleted. Restore newer checkpoints, or delete the run's keys in Redis (embedded: "
+                "the folder redis in the run folder) to continue from these"
+            )
         await self.learn_policies()
         self._log.info(
             "session_opened", session=self.token, committed_step=committed_step, trained_step=self.trained_step
@@ -118,25 +116,15 @@ class TrainingSession:
 
     async def newest_policy(self) -> PolicyRecord | None:
         """Return the newest policy of the registry; one that Redis has forgotten is sent to it again before."""
-        return await self.retry("latest_policy", self._newest_policy)
 
-    async def _newest_policy(self) -> PolicyRecord | None:
-        newest, known = await self.store.policies.latest(), self._catalog.newest
-        if known is not None and (newest is None or newest.policy_version < known.policy_version):
-            # ``retry`` looks whether Redis has come back with an older file, and sends the policies again.
-            raise Conflict(f"policy version {known.policy_version} was announced, but Redis does not know it")
-        return newest
+        async def latest() -> PolicyRecord | None:
+            newest, known = await self.store.policies.latest(), self._catalog.newest
+            if known is not None and (newest is None or newest.policy_version < known.policy_version):
+                # ``retry`` looks whether Redis has come back with an older file, and sends the policies again.
+                raise Conflict(f"policy version {known.policy_version} was announced, but Redis does not know it")
+            return newest
 
-    async def _reject_older_checkpoints(self, newest_step: int) -> None:
-        """Raise ConfigError if the queue has dropped batches whose files are missing: they cannot be restored."""
-        known = (await self.retry("training_state", self.store.training.state)).trained_step
-        if known > newest_step:
-            raise ConfigError(
-                f"checkpoints.folder={self._checkpoints.root}: its newest batch file is of train step {newest_step}, "
-                f"but the queue has recorded step {known} as trained: these checkpoints were restored from an older "
-                "copy, or files were deleted. Restore newer checkpoints, or delete the run's keys in Redis (embedded: "
-                "the folder redis in the run folder) to continue from these"
-            )
+        return await self.retry("latest_policy", latest)
 
     async def close(self) -> None:
         """Release the session, unless Redis is unreachable."""
@@ -173,10 +161,7 @@ class TrainingSession:
         return await retry(attempt, StoreUnavailable, _BACKOFF, wait)
 
     async def claim(self, train_step: int, timeout: float) -> Batch | None:
-        """Claim the batch of a train step; None after ``timeout`` seconds without a cut, and immediately at shutdown.
-
-        A claim only reads, so a wait for the cut may be cancelled.
-        """
+        """Claim the batch of a step, by reading only; None after ``timeout`` seconds, and at shutdown."""
         claim = asyncio.ensure_future(
             self.retry("claim", lambda: self.store.training.claim(self.token, train_step, timeout))
         )
@@ -209,10 +194,7 @@ class TrainingSession:
         await self.retry("check_session", lambda: self.store.training.report_committed(self.token, committed))
 
     async def _server_changed(self) -> bool:
-        """Tell whether Redis has restarted; if so, re-assert the trained steps first.
-
-        Raises StoreUnavailable while that is unknown or impossible; the next look tries again.
-        """
+        """Tell whether Redis has restarted, and re-assert then; raises StoreUnavailable while that is not possible."""
         async with self._lock:
             run_id = await self.store.recovery.server_run_id()
             if run_id == self.run_id:

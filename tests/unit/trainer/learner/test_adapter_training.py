@@ -39,7 +39,7 @@ def make(
 ) -> PolicyTrainer:
     algorithm = AlgorithmConfig(**fields.pop("algorithm", {}))
     config = TrainerConfig(**{"learning_rate": 3e-2, **fields}, algorithm=algorithm)
-    return PolicyTrainer.from_folder(folder, config, adapter=adapter, dtype=dtype, policy_folder=folders.get)
+    return PolicyTrainer(folder, config, adapter=adapter, dtype=dtype, policy_folder=folders.get)
 
 
 def trained(trainer: PolicyTrainer, steps: int = 2) -> PolicyTrainer:
@@ -263,7 +263,7 @@ def test_a_base_in_half_precision_changes_no_bit_of_training_and_scores(make_mod
         with pytest.MonkeyPatch.context() as context:
             if not half:
                 context.setattr("rollmesh.trainer.learner.policy_model.halve_base", lambda _: None)
-            return PolicyTrainer.from_folder(
+            return PolicyTrainer(
                 make_model("qwen2"),
                 TrainerConfig(learning_rate=3e-2),
                 adapter=ADAPTER,

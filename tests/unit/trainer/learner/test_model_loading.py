@@ -110,7 +110,7 @@ def test_weights_that_are_not_finite_are_refused_with_the_tensor_and_no_word_of_
     with pytest.raises(
         CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight has values that are not finite"
     ) as caught:
-        PolicyTrainer.from_folder(tmp_path, TrainerConfig(device="cpu"))
+        PolicyTrainer(tmp_path, TrainerConfig(device="cpu"))
     assert caught.value.final and "learning_rate" not in str(caught.value)
 
 
@@ -128,7 +128,7 @@ def test_rope_that_depends_on_the_longest_neighbour_is_refused_by_name(tmp_path:
     else:
         config = Phi3Config(**SHAPE, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32)
     write_new_model(tmp_path, config)
-    trainer = PolicyTrainer.from_folder(tmp_path, TrainerConfig())
+    trainer = PolicyTrainer(tmp_path, TrainerConfig())
     short, whole, beyond = (np.arange(3, 3 + n, dtype=np.int32) % 40 for n in (9, 33, 40))
     (alone,), (beside, _) = trainer.logprobs([short]), trainer.logprobs([short, whole])
     np.testing.assert_allclose(alone, beside, atol=1e-6)
@@ -185,7 +185,7 @@ def test_a_torn_weight_file_is_refused(make_model: ModelMaker, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_an_exported_folder_loads_like_the_original(make_model: ModelMaker, tmp_path: Path, name: str) -> None:
     source = make_model(name)
-    PolicyTrainer.from_folder(source, TrainerConfig()).export(tmp_path)
+    PolicyTrainer(source, TrainerConfig()).export(tmp_path)
     assert largest_difference(weights_of(tmp_path), weights_of(source)) == 0
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
     written, original = (json.loads((f / "config.json").read_text()) for f in (tmp_path, source))
@@ -195,7 +195,7 @@ def test_an_exported_folder_loads_like_the_original(make_model: ModelMaker, tmp_
 
 
 def test_weights_are_published_in_the_requested_dtype(make_model: ModelMaker, tmp_path: Path) -> None:
-    trainer = PolicyTrainer.from_folder(make_model("qwen2"), TrainerConfig(learning_rate=1e-2), dtype="bfloat16")
+    trainer = PolicyTrainer(make_model("qwen2"), TrainerConfig(learning_rate=1e-2), dtype="bfloat16")
     trainer.train(random_batch(0), {0: 0})
     trainer.export(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")

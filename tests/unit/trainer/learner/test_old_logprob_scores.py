@@ -36,7 +36,7 @@ class Run:
 
     def trainer(self, source: str, *, kept: tuple[int, ...] = (0, 1, 2), **fields: Any) -> PolicyTrainer:
         algorithm = AlgorithmConfig(old_logprobs=source, **fields.pop("algorithm", {}))
-        trainer = PolicyTrainer.from_folder(
+        trainer = PolicyTrainer(
             self.folders[2],
             TrainerConfig(**{"learning_rate": 1e-3, **fields}, algorithm=algorithm),
             policy_folder=lambda version: self.folders[version] if version in kept else None,
@@ -48,7 +48,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(make_model: ModelMaker, tmp_path_factory: pytest.TempPathFactory) -> Run:
     rng = np.random.default_rng(0)
-    trainer = PolicyTrainer.from_folder(make_model("qwen2"), TrainerConfig(learning_rate=3e-2))
+    trainer = PolicyTrainer(make_model("qwen2"), TrainerConfig(learning_rate=3e-2))
     folders = {}
     for step in (0, 1, 2):
         if step:
@@ -119,7 +119,7 @@ def test_snapshot_of_a_pruned_version_falls_back_and_is_counted(run: Run) -> Non
 def test_stage_end_keeps_what_each_stage_computed(run: Run, tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     config = TrainerConfig(learning_rate=3e-2, algorithm=AlgorithmConfig(old_logprobs="stage_end"))
-    trainer = PolicyTrainer.from_folder(run.folders[0], config)
+    trainer = PolicyTrainer(run.folders[0], config)
     straggler, mixed = run.batch.groups[0].trajectories
     folders = {}
     for stage in (0, 1, 2):

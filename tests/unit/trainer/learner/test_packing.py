@@ -131,7 +131,7 @@ def alone(folder: Path, sequences: list[Int32Array]) -> Iterator[np.ndarray]:
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_packed_logprobs_equal_padded_ones(make_model: ModelMaker, name: str, temperature: float) -> None:
     folder, sequences = make_model(name), ragged_sequences()
-    trainer = PolicyTrainer.from_folder(folder, TrainerConfig(tokens_per_microbatch=48))
+    trainer = PolicyTrainer(folder, TrainerConfig(tokens_per_microbatch=48))
     for got, expected in zip(
         trainer.logprobs(sequences, temperature), padded(folder, sequences, temperature), strict=True
     ):
@@ -141,7 +141,7 @@ def test_packed_logprobs_equal_padded_ones(make_model: ModelMaker, name: str, te
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_other_architectures_are_packed_exactly_too(make_model: ModelMaker, name: str) -> None:
     folder, sequences = make_model(config=OTHERS[name]), ragged_sequences()
-    trainer = PolicyTrainer.from_folder(folder, TrainerConfig(tokens_per_microbatch=48), compute_dtype=torch.float64)
+    trainer = PolicyTrainer(folder, TrainerConfig(tokens_per_microbatch=48), compute_dtype=torch.float64)
     for got, expected in zip(trainer.logprobs(sequences), alone(folder, sequences), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 

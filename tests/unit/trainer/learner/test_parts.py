@@ -28,7 +28,7 @@ def trainer_at_step_two(folder: Path, dtype: torch.dtype, **algorithm: Any) -> P
         learning_rate=1e-2, max_grad_norm=0.5, tokens_per_microbatch=60, algorithm=AlgorithmConfig(**algorithm)
     )
     name = str(dtype).removeprefix("torch.")
-    trainer = PolicyTrainer.from_folder(folder, config, dtype=name, compute_dtype=dtype)
+    trainer = PolicyTrainer(folder, config, dtype=name, compute_dtype=dtype)
     trainer.restore_extra({"train_step": 2})
     for module in trainer._model.modules():
         if type(module).__name__.endswith("RMSNorm"):

@@ -51,7 +51,7 @@ IDS = [np.random.default_rng(3).integers(0, VOCAB, n).astype(np.int32) for n in 
 
 def make(folder: Path, kind: str = "full", dtype: str = "float32", **fields: object) -> PolicyTrainer:
     config = TrainerConfig.model_validate({"learning_rate": 3e-2, **fields})
-    return PolicyTrainer.from_folder(folder, config, adapter=ADAPTERS[kind], dtype=dtype)
+    return PolicyTrainer(folder, config, adapter=ADAPTERS[kind], dtype=dtype)
 
 
 def train(trainer: PolicyTrainer, steps: int = 1) -> None:
@@ -227,7 +227,7 @@ def test_a_head_of_its_own_reaches_generation_although_the_config_says_that_it_i
 ) -> None:
     source = model_with_own_head(make_model, tmp_path / "source", family)
     adapter = AdapterConfig(rank=2) if adapted else None
-    trainer = PolicyTrainer.from_folder(source, TrainerConfig(), adapter=adapter)
+    trainer = PolicyTrainer(source, TrainerConfig(), adapter=adapter)
     trainer.copy_out(base=adapted).write(tmp_path / "published")
     served = load_weights(tmp_path / "published", read_architecture(tmp_path / "published"), torch.float32, CPU)
     assert torch.equal(served.head, load_file(source / "model.safetensors")["lm_head.weight"].t())
@@ -242,7 +242,7 @@ def test_every_field_of_a_published_config_is_that_of_the_loaded_model(
     original = make_model(config=family(**SHAPE, head_dim=8, tie_word_embeddings=tied))
     source = shutil.copytree(original, tmp_path / "source")
     changed_config(source, tie_word_embeddings=said, attention_dropout=0.1, torch_dtype="float16", dtype=None)
-    PolicyTrainer.from_folder(source, TrainerConfig()).export(tmp_path / "published")
+    PolicyTrainer(source, TrainerConfig()).export(tmp_path / "published")
     model = load_policy_model(source, dtype=torch.float32, device=CPU)
     published = AutoConfig.from_pretrained(tmp_path / "published").to_dict()
     in_memory = model.config.to_dict()

@@ -62,7 +62,7 @@ class Published:
 
 
 def trained(model: Path, adapter: AdapterConfig) -> PolicyTrainer:
-    trainer = PolicyTrainer.from_folder(model, TrainerConfig(learning_rate=3e-2), adapter=adapter)
+    trainer = PolicyTrainer(model, TrainerConfig(learning_rate=3e-2), adapter=adapter)
     for step in (1, 2):
         trainer.train(random_batch(step, train_step=step), {0: 0, 1: 1, 2: 2})
     return trainer
@@ -173,7 +173,7 @@ def test_readers_refuse_an_adapter_that_they_would_not_apply_as_trained(
 
 def test_an_adapter_is_refused_where_full_weights_are_expected(one: Published) -> None:
     with pytest.raises(CheckpointError, match="contains an adapter .*; merge it into its base"):
-        PolicyTrainer.from_folder(one.policy().folder, TrainerConfig())
+        PolicyTrainer(one.policy().folder, TrainerConfig())
 
 
 _SHAPE = {

@@ -28,7 +28,7 @@ VERSIONS = {v: v for v in range(8)}
 def trainer_of(folder: Path, reference: Path | None = None, *, minibatches: int = 1, **algorithm: Any) -> PolicyTrainer:
     """A float64 trainer of the policy in ``folder``; version 0 is kept in ``reference``."""
     config = TrainerConfig(learning_rate=1e-2, minibatches=minibatches, algorithm=AlgorithmConfig(**algorithm))
-    return PolicyTrainer.from_folder(
+    return PolicyTrainer(
         folder,
         config,
         dtype="float64",

@@ -187,7 +187,7 @@ def test_reasons_ratios_and_weights(make_model: ModelMaker) -> None:
     ]
     even = [trajectory(f"g1.{m}", [policy_segment(rng, 1, 1)], 1.0) for m in (0, 1)]
     config = TrainerConfig(algorithm=AlgorithmConfig(dual_clip=3.0))
-    trainer = PolicyTrainer.from_folder(folder, config, max_token_staleness=0)
+    trainer = PolicyTrainer(folder, config, max_token_staleness=0)
     trainer.restore_extra({"train_step": 1})
     tokens = list(trainer.explain(batch_of(members, even, train_step=2), {0: 0, 1: 1}))
 

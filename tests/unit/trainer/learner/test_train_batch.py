@@ -42,17 +42,17 @@ def test_columns_follow_the_segments(rng: np.random.Generator) -> None:
 
 
 def test_old_segments_leave_the_loss_and_stay_in_the_denominator(rng: np.random.Generator) -> None:
-    member = trajectory("g0.0", [policy_segment(rng, 3, version=1), policy_segment(rng, 2, version=3)])
-    flat = build_train_batch(batch_of([member], train_step=4), {1: 1, 3: 3}, grpo, max_token_staleness=1)
-    assert flat.policy_mask.sum() == 5 and flat.loss_mask.sum() == 2
-    assert flat.loss_staleness().tolist() == [0]
+    member = trajectory("g0.0", [policy_segment(rng, count, version=v) for count, v in ((3, 1), (1, 2), (2, 3))])
+    flat = build_train_batch(batch_of([member], train_step=4), {v: v for v in (1, 2, 3)}, grpo, max_token_staleness=1)
+    assert flat.policy_mask.sum() == 6 and flat.loss_mask.sum() == 3 and flat.masked_by["stale"].sum() == 3
+    assert flat.loss_staleness().tolist() == [1]
 
 
 def test_advantages_compare_the_members_that_have_a_reward_only(rng: np.random.Generator) -> None:
     members = [trajectory(f"g0.{i}", [policy_segment(rng, 2)], reward) for i, reward in enumerate((1.0, 0.0, 1.0))]
     members[1] = dataclasses.replace(members[1], outcome=None)
     flat = build_train_batch(batch_of(members), {0: 0}, grpo)
-    assert flat.trajectory_ids == ("g0.0", "g0.2") and flat.unscored_trajectories == 1
+    assert flat.trajectory_ids == ("g0.0", "g0.2") and flat.unscored.sum() == 1
     assert flat.advantages.tolist() == [0.0, 0.0]
 
 
@@ -61,7 +61,7 @@ def test_dropped_members_are_counted_with_their_own_group(rng: np.random.Generat
     members[1] = dataclasses.replace(members[1], outcome=None)
     flat = build_train_batch(batch_of(members[:2], members[2:]), {0: 0}, grpo)
     second = flat.group_index == 1
-    assert (flat.subset(~second).unscored_trajectories, flat.subset(second).unscored_trajectories) == (1, 0)
+    assert (flat.subset(~second).unscored.sum(), flat.subset(second).unscored.sum()) == (1, 0)
 
 
 def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np.random.Generator) -> None:
@@ -71,7 +71,7 @@ def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np
         trajectory("g0.1", [policy_segment(rng, 2)], -1.0, outcome=late),
     ]
     flat = build_train_batch(batch_of(members), {0: 0}, grpo)
-    assert flat.rewards.tolist() == [1.0, -1.0] and flat.unscored_trajectories == 0
+    assert flat.rewards.tolist() == [1.0, -1.0] and flat.unscored.sum() == 0
     assert flat.advantages.tolist() == pytest.approx([0.70710578, -0.70710578], abs=1e-6)
     assert flat.outcome_values[0] == 1.0 and np.isnan(flat.outcome_values[1]), "no verifier gave the second one"
 

@@ -14,9 +14,7 @@ import torch
 
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
-from rollmesh.trainer.learner.distributed import World
-from rollmesh.trainer.learner.forward_backward import Compute, score_sequences
-from rollmesh.trainer.learner.policy_model import ModelSource, load_policy_model
+from rollmesh.trainer.learner.forward_backward import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Segment, Trajectory
 
@@ -32,7 +30,7 @@ def exact_trainer(folder: Path, **overrides: Any) -> PolicyTrainer:
     keep = {"max_token_staleness": overrides.pop("max_token_staleness", None)}
     algorithm = AlgorithmConfig(**{"dual_clip": 3.0, **overrides.pop("algorithm", {})})
     config = TrainerConfig(learning_rate=RATE, max_grad_norm=0.5, algorithm=algorithm, **overrides)
-    return PolicyTrainer.from_folder(folder, config, dtype="float64", compute_dtype=torch.float64, **keep)
+    return PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64, **keep)
 
 
 def weights(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
@@ -64,7 +62,7 @@ def on_policy_batch(folder: Path) -> Batch:
         trajectory(f"g9.{m}", [policy_segment(np.random.default_rng(m), 9, temperature=0.7)], float(m)) for m in (0, 1)
     ]
     batch = batch_of(*[list(g.trajectories) for g in batch.groups], cooler)
-    return with_own_logprobs(PolicyTrainer.from_folder(folder, TrainerConfig()), batch)
+    return with_own_logprobs(PolicyTrainer(folder, TrainerConfig()), batch)
 
 
 @dataclass(frozen=True)
@@ -110,14 +108,9 @@ def test_a_batch_whose_trajectories_exceed_the_token_budget_is_scored_and_traine
 def test_canaries_are_scored_in_float32_however_the_gradient_pass_computes(make_model: ModelMaker) -> None:
     folder = make_model("qwen2")
     ids = [np.arange(2, 40, dtype=np.int32)]
-    exact = PolicyTrainer.from_folder(folder, TrainerConfig()).logprobs(ids)[0]
-    place = torch.device("cpu")
-    model = load_policy_model(folder, dtype=torch.float32, device=place)
-    compute = Compute(device=place, world=World(), token_budget=4096, autocast=True)
-    halved = PolicyTrainer(
-        model, TrainerConfig(), compute, source=ModelSource(folder=folder), publish_dtype=torch.float32
-    )
-    rough = score_sequences(model, compute, ids, 1.0)[0]
+    exact = PolicyTrainer(folder, TrainerConfig()).logprobs(ids)[0]
+    halved = PolicyTrainer(folder, TrainerConfig(), device="cpu", mixed_precision=True)
+    rough = score_sequences(halved._model, halved._compute, ids, 1.0)[0]
     assert np.abs(rough - exact).max() > 1e-4
     assert np.array_equal(halved.logprobs(ids)[0], exact)
 
@@ -148,7 +141,7 @@ def test_environment_tokens_condition_the_policy_and_carry_no_loss(make_model: M
 @pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo", "tis", "gspo", "cispo"])
 def test_on_policy_every_ratio_is_one(make_model: ModelMaker, name: str, loss: str) -> None:
     config = TrainerConfig(learning_rate=1e-3, algorithm=AlgorithmConfig(loss=loss))
-    trainer = PolicyTrainer.from_folder(make_model(name), config)
+    trainer = PolicyTrainer(make_model(name), config)
     report = trainer.train(on_policy_batch(make_model(name)), {0: 0})
     assert report.policy.ratio.min == pytest.approx(1, abs=1e-4) and report.policy.ratio.max == pytest.approx(
         1, abs=1e-4
@@ -160,7 +153,7 @@ def test_on_policy_every_ratio_is_one(make_model: ModelMaker, name: str, loss: s
 
 def test_minibatches_make_one_update_each_and_only_the_first_is_on_policy(make_model: ModelMaker) -> None:
     config = TrainerConfig(learning_rate=RATE, minibatches=4)
-    trainer = PolicyTrainer.from_folder(make_model("qwen2"), config)
+    trainer = PolicyTrainer(make_model("qwen2"), config)
     batch = with_own_logprobs(trainer, random_batch(3, members=4))
     report = trainer.train(batch, {0: 0})
     assert report.updates == 4 and report.policy.ratio.max > 1.01

@@ -29,7 +29,7 @@ def make(folder: Path, reset_below: float = 0.0, rate: float = 3e-2, **algorithm
     options = {"window": 3, "reset_below": reset_below}
     chosen = {"loss": "decoupled_ppo"} | algorithm
     config = AlgorithmConfig(old_logprobs="ewma", old_logprobs_options=options, **chosen)
-    return PolicyTrainer.from_folder(folder, TrainerConfig(learning_rate=rate, algorithm=config))
+    return PolicyTrainer(folder, TrainerConfig(learning_rate=rate, algorithm=config))
 
 
 def batch(step: int) -> Batch:
@@ -160,7 +160,7 @@ def _all_one(report: StepReport) -> bool:
 
 
 def _write(trainer: PolicyTrainer, source: Path, folder: Path, values: dict[str, torch.Tensor]) -> None:
-    twin = PolicyTrainer.from_folder(source, TrainerConfig())
+    twin = PolicyTrainer(source, TrainerConfig())
     for name, tensor in twin.state_tensors().items():
         if name.startswith("model."):
             tensor.copy_(values[name.removeprefix("model.")])

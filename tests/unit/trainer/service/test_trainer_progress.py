@@ -46,7 +46,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def ranks(config: RunConfig, store: CheckpointStore) -> RankCoordinator:
     """One rank, with the initial model."""
-    trainer = PolicyTrainer.from_folder(config.model.path, config.trainer, device="cpu")
+    trainer = PolicyTrainer(config.model.path, config.trainer, device="cpu")
     return RankCoordinator(trainer, World(), store, PolicyCatalog(store))
 
 

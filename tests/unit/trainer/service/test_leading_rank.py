@@ -12,9 +12,9 @@ from rollmesh.errors import CheckpointError, Reason
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.tasks import Backoff
+from rollmesh.trainer.service.leading_rank import Retry
 from rollmesh.trainer.service.ranks import TorchExecutor
 from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
-from rollmesh.trainer.service.trainer_waits import Retry
 from rollmesh.trainer.service.training_session import LOOP_NAME, Stopped
 
 
