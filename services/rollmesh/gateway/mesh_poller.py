@@ -17,7 +17,6 @@ from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, read_snapshot
 from rollmesh.gateway.models.live import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
 from rollmesh.gateway.models.overview import EndEvent
-from rollmesh.gateway.step_report_feed import ReportFeed
 from rollmesh.gateway.timeline_tracker import TimelineTracker
 from rollmesh.runtime.endpoints import ServiceStates, read_endpoints
 from rollmesh.runtime.growing_files import JsonLinesTail
@@ -39,8 +38,8 @@ _FOLDER_SECONDS = 2.0
 """Time that one poll waits for the run folder."""
 _SCAN_COUNT = 512
 """Leased trajectories scanned per session and poll, to find new ones."""
-
-
+_REPORTS_PER_LOOK = 500
+"""Maximum number of reports read from the queue per poll; later polls read the rest."""
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -233,3 +232,65 @@ class MeshPoller:
         """Read new step reports, the launcher's history from before this gateway started, and endpoint files."""
         running = Counter(endpoint.service for endpoint in read_endpoints(Path(self._config.folder)))
         return self._reports.read_file(), self._history.read(), running
+
+
+class ReportFeed:
+    """Feed of step reports into the curves, each step once: from the run folder, which has all, or from the queue."""
+
+    def __init__(self, folder: Path, store: TrajectoryStore, curves: Curves) -> None:
+        self._tail = JsonLinesTail(folder / "metrics.jsonl")
+        self._store = store
+        self._curves = curves
+        self._file_is_read = False
+        self._newest: tuple[Any, Any] | None = None
+        """Step and time of the newest report, to distinguish it from a repeated training of the same step."""
+
+    def read_file(self) -> list[dict[str, Any]]:
+        """Return the new reports of the file; blocks, and changes no curve."""
+        return self._tail.read()
+
+    def apply_file(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Add the result of the last ``read_file`` to the curves."""
+        if not self._tail.exists:
+            self.file_lost()
+            return
+        self._file_is_read = True
+        if self._tail.from_start:
+            self._remove(0)
+        self._show(found)
+
+    def file_lost(self) -> None:
+        """Switch to the queue, from the newest shown report on; the file is missing or unreadable."""
+        self._file_is_read = False
+        # A file that returns is read from its beginning: it has every step, and the queue only the newest.
+        self._tail.rewind()
+
+    async def read_queue(self) -> None:
+        """Add new reports of the queue to the curves, unless the file provides them.
+
+        After a rollback the trainer replaces all reports after the step it continues from. If the newest shown report
+        is still in the queue, no earlier report has changed. Otherwise all reports in the queue are read again.
+        """
+        if self._file_is_read:
+            return
+        if self._newest is not None:
+            found = await self._store.step_reports.read(self._newest[0], _REPORTS_PER_LOOK + 1)
+            if found and _identity(found[0]) == self._newest:
+                self._show(found[1:])
+                return
+        found = await self._store.step_reports.read(0, _REPORTS_PER_LOOK)
+        self._remove(found[0]["train_step"] if found else 0)
+        self._show(found)
+
+    def _remove(self, from_step: int) -> None:
+        self._curves.remove_reports(from_step)
+        self._newest = None
+
+    def _show(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for record in records:
+            if self._curves.add_report(record):
+                self._newest = _identity(record)
+
+
+def _identity(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    return record["train_step"], record.get("time")

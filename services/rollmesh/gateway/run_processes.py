@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,12 +62,13 @@ class RunProcesses:
         for file in (self._folder / "logs").glob("*-*.log"):
             with contextlib.suppress(OSError):
                 logs[file.stem] = file.stat().st_size
-        return ProcessList(
-            processes=[
-                _view(name, usage.get(name), shares.get(name), logs.get(name))
-                for name in sorted({*usage, *logs}, key=_order)
-            ]
-        )
+        processes = []
+        for name in sorted({*usage, *logs}, key=_order):
+            pid, memory, _ = usage.get(name, (None, None, None))
+            share = round(shares[name], 3) if name in shares else None
+            view = ProcessView(name=name, pid=pid, memory_bytes=memory, cpu_share=share, log_bytes=logs.get(name))
+            processes.append(view)
+        return ProcessList(processes=processes)
 
     def _read_usage(self) -> None:
         now = time.monotonic()
@@ -94,22 +95,19 @@ def service_of(command: Sequence[str]) -> str | None:
 
 
 def _usage_of(launcher: psutil.Process) -> dict[str, _Usage]:
-    """Return the resources of the launcher's services and of the rest of its process tree."""
-    trees: dict[str, list[psutil.Process]] = {_LAUNCHER: [launcher]}
-    names: dict[int, str] = {launcher.pid: _LAUNCHER}
-    for process, parent in _descendants(launcher):
-        name = _name_of(process) if parent == launcher.pid else names.get(parent, _LAUNCHER)
-        names[process.pid] = name
-        trees.setdefault(name, []).append(process)
-    return {name: usage for name, tree in trees.items() if (usage := _sum(tree)) is not None}
-
-
-def _descendants(launcher: psutil.Process) -> Iterator[tuple[psutil.Process, int]]:
-    """Yield the processes below the launcher with the ids of their parents, parents first."""
+    """Return the resources of the launcher's services with their children, and of the rest of its process tree."""
+    found: dict[str, _Usage] = {}
+    names = {launcher.pid: _LAUNCHER}
     with contextlib.suppress(psutil.Error):
-        for process in launcher.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                yield process, process.ppid()
+        for process in (launcher, *launcher.children(recursive=True)):  # parents first
+            with contextlib.suppress(psutil.Error), process.oneshot():
+                parent = process.ppid()
+                name = _name_of(process) if parent == launcher.pid else names.get(parent, _LAUNCHER)
+                names[process.pid] = name
+                memory, times = process.memory_info().rss, process.cpu_times()
+                pid, earlier, seconds = found.get(name, (process.pid, 0, 0.0))
+                found[name] = _Usage(pid, earlier + memory, seconds + times.user + times.system)
+    return found
 
 
 def _name_of(child: psutil.Process) -> str:
@@ -121,31 +119,6 @@ def _name_of(child: psutil.Process) -> str:
     return _LAUNCHER
 
 
-def _sum(tree: Sequence[psutil.Process]) -> _Usage | None:
-    """Return the sum over a process and its children; None if the process has ended."""
-    memory, cpu = 0, 0.0
-    for at, process in enumerate(tree):
-        try:
-            with process.oneshot():
-                times = process.cpu_times()
-                memory += process.memory_info().rss
-                cpu += times.user + times.system
-        except psutil.Error:
-            if at == 0:
-                return None
-    return _Usage(pid=tree[0].pid, memory_bytes=memory, cpu_seconds=cpu)
-
-
 def _order(name: str) -> tuple[str, int]:
     service, _, index = name.rpartition("-")
     return (service, int(index)) if index.isdecimal() else (name, 0)
-
-
-def _view(name: str, usage: _Usage | None, share: float | None, log_bytes: int | None) -> ProcessView:
-    return ProcessView(
-        name=name,
-        pid=None if usage is None else usage.pid,
-        memory_bytes=None if usage is None else usage.memory_bytes,
-        cpu_share=None if share is None else round(share, 3),
-        log_bytes=log_bytes,
-    )

@@ -12,6 +12,7 @@ logs/  checkpoints/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -50,20 +51,12 @@ def read_json_lines(file: Path) -> JsonLines:
     except FileNotFoundError:
         return JsonLines(records=(), skipped=0, exists=False)
     records: list[Record] = []
-    skipped = 0
-    for line in text.splitlines():
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            skipped += 1
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            skipped += 1
-    return JsonLines(records=tuple(records), skipped=skipped, exists=True)
+    lines = [line for line in text.splitlines() if line.strip()]
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                records.append(record)
+    return JsonLines(records=tuple(records), skipped=len(lines) - len(records), exists=True)
 
 
 class RecordedRun:
@@ -72,26 +65,29 @@ class RecordedRun:
     def __init__(self, path: str | Path) -> None:
         """Open the folder ``path``. Raises DataError if it does not exist."""
         self.path = Path(path)
+        self._config_problem: str | None = None
         if not self.path.is_dir():
             raise DataError(f"{self.path}: no such run folder")
 
     @cached_property
     def config_text(self) -> str | None:
         """Text of the resolved run file; None without one."""
-        try:
-            return (self.path / "config.yaml").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+        file = self.path / "config.yaml"
+        return file.read_text(encoding="utf-8") if file.exists() else None
 
     @cached_property
-    def config_problem(self) -> str | None:
-        """Reason for a missing config; None with a config."""
-        return self._config[1]
-
-    @property
     def config(self) -> RunConfig | None:
         """Validated run file; None if it is missing or incompatible with this version of rollmesh."""
-        return self._config[0]
+        try:
+            return load_run_config(self.path / "config.yaml", environ={})
+        except ConfigError as error:
+            self._config_problem = str(error)
+            return None
+
+    @property
+    def config_problem(self) -> str | None:
+        """Reason for a missing config; None with a config."""
+        return None if self.config is not None else self._config_problem
 
     @property
     def name(self) -> str:
@@ -101,9 +97,7 @@ class RecordedRun:
     @cached_property
     def schedule(self) -> Schedule | None:
         """Schedule of the run, resolved from preset and overrides; None without a config."""
-        if self.config is None:
-            return None
-        return Schedule.from_config(self.config)
+        return None if self.config is None else Schedule.from_config(self.config)
 
     @property
     def max_staleness(self) -> int | None:
@@ -114,13 +108,6 @@ class RecordedRun:
     def mask_old_segments(self) -> bool:
         """True if tokens over the bound leave the loss; False without a config."""
         return self.schedule is not None and self.schedule.on_stale is OnStale.MASK_OLD_SEGMENTS
-
-    @cached_property
-    def _config(self) -> tuple[RunConfig | None, str | None]:
-        try:
-            return load_run_config(self.path / "config.yaml", environ={}), None
-        except ConfigError as error:
-            return None, str(error)
 
     @cached_property
     def metrics(self) -> JsonLines:

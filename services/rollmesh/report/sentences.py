@@ -63,7 +63,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("replayed trajectories", percent(summary.replayed_share)),
         ("rounds per group", None if rounds is None else f"{rounds:.2f}"),
         ("trained groups by rollouts", ", ".join(f"{groups:,} of {size}" for size, groups in sizes.items())),
-        *_by_domain(summary),
+        *_scores_by_domain(summary),
         *((f"domain {name}", _domain(totals)) for name, totals in summary.domains.items()),
         ("audit", summary.audit_verdict),
     ]
@@ -82,8 +82,7 @@ def moment(point: EvaluationPoint, summary: RunSummary) -> str:
     return f"{duration(float(seconds))} into training"
 
 
-def _by_domain(summary: RunSummary) -> Iterator[tuple[str, str | None]]:
-    """Yield score and reward of every domain."""
+def _scores_by_domain(summary: RunSummary) -> Iterator[tuple[str, str | None]]:
     points = [point for point in (summary.before, summary.after) if point is not None]
     for name in dict.fromkeys(name for point in points for name in point.domains):
         scores = {f"policy version {p.policy_version}": {name: p.domains[name]} for p in points if name in p.domains}
