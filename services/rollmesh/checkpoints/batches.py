@@ -264,23 +264,9 @@ def groups_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> Iter
             raise CheckpointError(f"{path}: {error}") from error
 
 
-def batch_steps(root: Path) -> list[int]:
-    """Return the train steps that have a batch file, ascending. The files are not verified."""
-    folder = root / FOLDER
-    return steps_of(os.listdir(folder) if folder.exists() else [])
-
-
 def steps_of(names: Iterable[str]) -> list[int]:
     """Return the train steps of the batch files among these names, ascending."""
     return sorted(int(match[1]) for name in names if (match := _NAME.match(name)))
-
-
-def remove_unfinished(root: Path) -> int:
-    """Delete temporary files of crashed writers; a superseded writer that still runs then fails at its replace."""
-    leftovers = list((root / FOLDER).glob(".*.pb.*"))
-    for path in leftovers:
-        path.unlink(missing_ok=True)
-    return len(leftovers)
 
 
 def _write(file: BinaryIO, secret: bytes, batch: Batch, draft: BatchFooter) -> str:

@@ -14,6 +14,7 @@ block on the file system or the network; asyncio callers use a thread.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, ReplayDraw, StepSettings, StoredBatch, training_batch
-from rollmesh.checkpoints.committed import CommittedState, JudgedStates
-from rollmesh.checkpoints.durable import make_folder
-from rollmesh.checkpoints.manifest import BaseReference, CanarySequence, Manifest, WeightDelta
+from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
+from rollmesh.checkpoints.durable import make_folder, remove_tree, session_folders
+from rollmesh.checkpoints.manifest import MANIFEST_FILE, BaseReference, CanarySequence, Manifest, WeightDelta
 from rollmesh.checkpoints.policies import (
     BasePolicy,
     FetchedPolicy,
@@ -173,8 +174,18 @@ class CheckpointStore:
     def prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
     ) -> list[str]:
-        """Delete old policies like ``policies.prune``; return their paths."""
-        return policies.prune(self.root, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
+        """Delete announced folders but the ``keep_last`` newest and ``keep_versions``, and leftovers of ended sessions.
+
+        ``records`` is the complete registry. ``keep_versions`` are the pinned versions and those that readers serve or
+        load. A folder without a record is deleted only if another session wrote it for a train step that is already
+        published: it can never be announced. Returns the deleted paths.
+        """
+        paths = [f"{policies.FOLDER}/{folder.name}" for folder in session_folders(self.root / policies.FOLDER)]
+        removed = policies.prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
+        for path in removed:
+            # Announced without a manifest means damage.
+            remove_tree(self.root / path, first=[policies.ANNOUNCED_FILE, MANIFEST_FILE])
+        return removed
 
     def write_batch(
         self,
@@ -231,12 +242,19 @@ class CheckpointStore:
             yield file, str(path)
 
     def batch_steps(self) -> list[int]:
-        """Return the train steps that have a batch file, ascending."""
-        return batches.batch_steps(self.root)
+        """Return the train steps that have a batch file, ascending. The files are not verified."""
+        folder = self.root / batches.FOLDER
+        return batches.steps_of(os.listdir(folder) if folder.exists() else [])
 
     def remove_unfinished_batches(self) -> int:
-        """Delete the unfinished batch files of crashed trainers; return their number."""
-        return batches.remove_unfinished(self.root)
+        """Delete the unfinished batch files of crashed trainers; return their number.
+
+        A superseded writer that still runs then fails at its replace.
+        """
+        leftovers = list((self.root / batches.FOLDER).glob(".*.pb.*"))
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+        return len(leftovers)
 
     def save_state(
         self,
@@ -280,8 +298,17 @@ class CheckpointStore:
         return next(iter(self.committed_states()), None)
 
     def prune_states(self, *, keep_last: int, session: str) -> list[Path]:
-        """Delete old trainer states."""
-        return committed.prune_states(self.root, self._secret, keep_last=keep_last, session=session)
+        """Delete old committed states, and uncommitted states of other sessions; return their folders.
+
+        The ``keep_last`` newest committed states and the newest one of ``session`` stay.
+        """
+        parent = self.root / committed.FOLDER
+        folders = {folder.name: (folder / COMMITTED_FILE).exists() for folder in session_folders(parent)}
+        states = committed.judge_states(self.root, self._secret).sound
+        removed = [parent / name for name in committed.prunable(folders, states, keep_last=keep_last, session=session)]
+        for folder in removed:
+            remove_tree(folder, first=[COMMITTED_FILE])
+        return removed
 
     def check_copies(self) -> CopyCheck | None:
         """Compare the copies in a bucket with their digests. None for a folder: readers verify its only copy."""

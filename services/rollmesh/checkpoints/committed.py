@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, session_folders
+from rollmesh.checkpoints.durable import confined, regular_files, session_folders
 from rollmesh.checkpoints.manifest import ManifestFile, check_files
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.errors import CheckpointError, Reason
@@ -108,19 +108,6 @@ def verify_files(state: CommittedState, *, rank: int = 0, world_size: int = 1) -
     if unlisted:
         raise CheckpointError(f"{state.folder}: files that COMMITTED does not list: {unlisted}", reason=Reason.TAMPERED)
     check_files(state.folder, state.record.files[rank::world_size])
-
-
-def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> list[Path]:
-    """Delete old committed states, and uncommitted states of other sessions.
-
-    The ``keep_last`` newest committed states and the newest one of ``session`` stay.
-    """
-    states = judge_states(root, secret).sound
-    folders = {folder.name: (folder / COMMITTED_FILE).exists() for folder in session_folders(root / FOLDER)}
-    removed = [root / FOLDER / name for name in prunable(folders, states, keep_last=keep_last, session=session)]
-    for folder in removed:
-        remove_tree(folder, first=[COMMITTED_FILE])
-    return removed
 
 
 def prunable(

@@ -217,22 +217,6 @@ def found_manifests(root: Path) -> Iterator[FoundManifest]:
             yield FoundManifest(path=f"{FOLDER}/{folder.name}", data=data, announced=announced)
 
 
-def prune(
-    root: Path, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
-) -> list[str]:
-    """Delete announced folders but the ``keep_last`` newest and ``keep_versions``, and leftovers of ended sessions.
-
-    ``records`` is the complete registry. ``keep_versions`` are the pinned versions and those that readers serve or
-    load. A folder without a record is deleted only if another session wrote it for a train step that is already
-    published: it can never be announced. Returns the deleted paths.
-    """
-    paths = [f"{FOLDER}/{folder.name}" for folder in session_folders(root / FOLDER)]
-    removed = prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
-    for path in removed:
-        remove_tree(root / path, first=[ANNOUNCED_FILE, MANIFEST_FILE])  # announced without a manifest means damage
-    return removed
-
-
 def prunable(
     paths: Iterable[str],
     records: Sequence[PolicyRecord],
@@ -241,7 +225,7 @@ def prunable(
     keep_versions: Collection[int],
     session: str,
 ) -> list[str]:
-    """Return the folders among ``paths`` that ``prune`` deletes."""
+    """Return the folders among ``paths`` that ``CheckpointStore.prune`` deletes."""
     if keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last}: expected at least 1")
     newest = sorted(records, key=lambda r: r.policy_version)[-keep_last:]

@@ -163,10 +163,7 @@ class Saver:
         )
 
     async def restart(self, active: ActiveTrajectory) -> None:
-        """Drop the saved tokens: the trajectory restarts under the same lease.
-
-        Raises LetGo if the lease is lost.
-        """
+        """Drop the saved tokens: the trajectory restarts under the same lease. Raises LetGo if the lease is lost."""
         for _ in range(_RESENDS):
             active.check_lost()
             incarnation = await self._restarts.submit(active.trajectory_id)

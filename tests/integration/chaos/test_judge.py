@@ -21,12 +21,10 @@ from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
 
 from ...chaos.judge import judge
-from ...kit.checkpoint_samples import write_batch
-from ..report.made_checkpoints import MadeRun, make_audited_run
+from ...kit.checkpoint_samples import flip, write_batch
+from ..report.made_checkpoints import GROUPS, STEPS, MadeRun, make_audited_run
 
 pytestmark = pytest.mark.long
-
-STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -54,28 +52,35 @@ def with_group(number: int, change: Callable[[Group], Group]) -> Callable[[Batch
     return changed
 
 
+def with_members(change: Callable[[Trajectory], Trajectory], group: int = 0, most: int = 9) -> Callable[[Batch], Batch]:
+    """The batch with the first ``most`` trajectories of a group changed."""
+
+    def changed(found: Group) -> Group:
+        members = found.trajectories
+        return dataclasses.replace(found, trajectories=(*map(change, members[:most]), *members[most:]))
+
+    return with_group(group, changed)
+
+
 def with_member(change: Callable[[Trajectory], Trajectory]) -> Callable[[Batch], Batch]:
     """The batch with the first trajectory changed."""
-    return with_group(
-        0, lambda g: dataclasses.replace(g, trajectories=(change(g.trajectories[0]), *g.trajectories[1:]))
-    )
+    return with_members(change, most=1)
 
 
-def with_segments(change: Callable[[Segment], Segment]) -> Callable[[Batch], Batch]:
-    """The batch with the first trajectory's segments changed."""
-    return with_member(lambda t: dataclasses.replace(t, segments=tuple(map(change, t.segments))))
+def with_segments(change: Callable[[Segment], Segment]) -> Callable[[Trajectory], Trajectory]:
+    """A trajectory with its segments changed."""
+    return lambda t: dataclasses.replace(t, segments=tuple(map(change, t.segments)))
+
+
+def with_prompt(prompt_id: str) -> Callable[[Trajectory], Trajectory]:
+    """A trajectory with this prompt."""
+    return lambda t: dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, prompt_id=prompt_id))
 
 
 def the_problem(run: Any) -> str:
     """The only problem that the judge names."""
     (problem,) = judge(run.folder).problems
     return problem
-
-
-def flip(file: Path, at: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(bytes(content))
 
 
 def test_a_sound_run_has_no_problem_and_every_pure_token_is_scored(run: Any) -> None:
@@ -105,9 +110,7 @@ def test_a_group_that_was_trained_twice_is_found(run: Any) -> None:
 
 def test_a_prompt_under_two_group_ids_is_found(run: Any) -> None:
     prompt_id = run.store.read_batch(2).groups[1].trajectories[0].prompt.prompt_id
-    run.replace_batch(
-        5, with_member(lambda t: dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, prompt_id=prompt_id)))
-    )
+    run.replace_batch(5, with_member(with_prompt(prompt_id)))
     assert the_problem(run) == f"1 prompt(s) were trained more than once: e0 {prompt_id}"
 
 
@@ -115,13 +118,10 @@ def test_groups_of_one_may_have_the_same_prompt_as_often_as_a_prompt_is_repeated
     prompt_id = run.store.read_batch(1).groups[0].trajectories[0].prompt.prompt_id
 
     def one_member(group: Group) -> Group:
-        first = group.trajectories[0]
-        return dataclasses.replace(group, trajectories=(first,))
+        return dataclasses.replace(group, trajectories=group.trajectories[:1])
 
     def same_prompt(group: Group) -> Group:
-        first = one_member(group).trajectories[0]
-        prompt = dataclasses.replace(first.prompt, prompt_id=prompt_id)
-        return dataclasses.replace(group, trajectories=(dataclasses.replace(first, prompt=prompt),))
+        return dataclasses.replace(group, trajectories=(with_prompt(prompt_id)(group.trajectories[0]),))
 
     for step in range(1, STEPS + 1):
         change = same_prompt if step <= 2 else one_member
@@ -262,13 +262,8 @@ def test_a_group_has_as_many_members_as_its_planner_launches(run: Any, planner: 
 
 
 def test_a_sampler_may_draw_a_prompt_again(run: Any) -> None:
-    def repeat(group: Group) -> Group:
-        prompt = run.store.read_batch(3).groups[0].trajectories[0].prompt
-        return dataclasses.replace(
-            group, trajectories=tuple(dataclasses.replace(t, prompt=prompt) for t in group.trajectories)
-        )
-
-    run.replace_batch(4, with_group(0, repeat))
+    prompt_id = run.store.read_batch(3).groups[0].trajectories[0].prompt.prompt_id
+    run.replace_batch(4, with_members(with_prompt(prompt_id)))
     assert any("1 prompt(s) were trained more than once" in problem for problem in judge(run.folder).problems)
     run.change_config(data={"source": {"puzzles": 64}}, curriculum={"sampler": "frontier"})
     assert not any("prompt(s)" in problem for problem in judge(run.folder).problems)
@@ -282,7 +277,7 @@ def test_a_wrong_logprob_is_found(run: Any, off: float) -> None:
         logprobs[2] += off
         return dataclasses.replace(segment, behavior_logprobs=logprobs)
 
-    run.replace_batch(4, with_segments(change))
+    run.replace_batch(4, with_member(with_segments(change)))
     assert the_problem(run).startswith("policy version 3: a log-probability is ")
 
 
@@ -290,7 +285,7 @@ def test_tokens_of_another_version_than_they_name_are_found(run: Any) -> None:
     def rename(segment: Segment) -> Segment:
         return dataclasses.replace(segment, policy_version=4, kv_min_version=4)
 
-    run.replace_batch(6, with_segments(rename))
+    run.replace_batch(6, with_member(with_segments(rename)))
     assert the_problem(run).startswith("policy version 4: a log-probability is ")
 
 
@@ -299,21 +294,8 @@ def test_a_run_of_which_nothing_can_be_scored_is_not_sound(run: Any) -> None:
         return dataclasses.replace(segment, kv_min_version=-1) if segment.source is SegmentSource.POLICY else segment
 
     for step in range(1, STEPS + 1):
-        run.replace_batch(
-            step,
-            lambda b: dataclasses.replace(
-                b,
-                groups=tuple(
-                    dataclasses.replace(
-                        g,
-                        trajectories=tuple(
-                            dataclasses.replace(t, segments=tuple(map(change, t.segments))) for t in g.trajectories
-                        ),
-                    )
-                    for g in b.groups
-                ),
-            ),
-        )
+        for group in range(GROUPS):
+            run.replace_batch(step, with_members(with_segments(change), group))
     assert the_problem(run) == "0 of 0 sampled tokens could be scored"
 
 

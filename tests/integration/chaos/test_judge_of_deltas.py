@@ -13,7 +13,7 @@ from rollmesh.checkpoints.objects import ObjectStore
 
 from ...chaos.judge.files import read_run
 from ...chaos.judge.full_weights import delta_count
-from ...kit.checkpoint_samples import publish
+from ...kit.checkpoint_samples import flip, publish
 from ..checkpoints.test_delta_policies import ANCHOR_EVERY, DELTA, WEIGHTS, write_weights
 
 pytestmark = pytest.mark.long
@@ -54,9 +54,7 @@ def test_the_weights_of_every_version_are_those_of_the_trainer(run: Path) -> Non
 
 def test_a_flipped_delta_damages_its_version_and_those_built_on_it(run: Path) -> None:
     delta = folder_of(run, 2) / DELTA
-    content = bytearray(delta.read_bytes())
-    content[len(content) // 2] ^= 1
-    delta.write_bytes(content)
+    flip(delta, delta.stat().st_size // 2)
     assert damaged(run) == [2, 3]
 
 

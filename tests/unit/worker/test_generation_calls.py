@@ -18,7 +18,6 @@ from rollmesh.runtime.health import Waits
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import (
-    ANY_VERSION,
     Chunk,
     FinishReason,
     GenerationCall,
@@ -43,13 +42,16 @@ RECORD = generator_record("a", slot_count=1)
 
 
 class Registry:
-    """One generator and one policy."""
+    """Generators, and the newest policy."""
+
+    def __init__(self, newest: int = 0, records: Sequence[GeneratorRecord] = (RECORD,)) -> None:
+        self.newest, self.records = newest, list(records)
 
     async def live(self) -> list[GeneratorRecord]:
-        return [RECORD]
+        return self.records
 
     async def latest(self) -> PolicyRecord:
-        return PolicyRecord(policy_version=0, train_step=0, path="p", manifest_digest="")
+        return PolicyRecord(policy_version=self.newest, train_step=self.newest, path="p", manifest_digest="")
 
 
 class Generator:
@@ -63,12 +65,7 @@ class Generator:
         self.acknowledged: list[Mapping[str, int]] = []
 
     async def generate(
-        self,
-        record: GeneratorRecord,
-        call: GenerationCall,
-        need: VersionNeed = ANY_VERSION,
-        *,
-        traceparent: str = "",
+        self, record: GeneratorRecord, call: GenerationCall, need: VersionNeed, *, traceparent: str = ""
     ) -> AsyncGenerator[Chunk, None]:
         self.calls.append(call)
         self.unsaved_at_start.append(self._held.token_count - self._held.saved_token_count)
@@ -168,11 +165,9 @@ async def test_the_error_of_a_generator_shows_until_a_call_has_a_token() -> None
     held, waits, seen = make_held(), Waits(), []
 
     class Watched(Generator):
-        async def generate(
-            self, record: GeneratorRecord, call: GenerationCall, *rest: Any, **options: Any
-        ) -> AsyncGenerator[Chunk, None]:
+        async def generate(self, *arguments: Any, **options: Any) -> AsyncGenerator[Chunk, None]:
             seen.append(waits.text())
-            async for each in super().generate(record, call, *rest, **options):
+            async for each in super().generate(*arguments, **options):
                 yield each
 
     caller = await make_caller(Watched([(0, BREAK)], held), 16, waits=waits)
@@ -256,23 +251,14 @@ async def test_a_first_token_is_known_before_the_second_chunk_although_nothing_i
 async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -> None:
     held = make_held()
     generator = Generator([], held)
-    records: list[GeneratorRecord] = []
-
-    class Growing(Registry):
-        async def live(self) -> list[GeneratorRecord]:
-            return records
-
-        async def latest(self) -> PolicyRecord:
-            return PolicyRecord(policy_version=3, train_step=3, path="p", manifest_digest="")
-
-    registry = Growing()
+    registry = Registry(newest=3, records=())
     generators = GeneratorPool(registry)  # type: ignore[arg-type]
     caller = await make_caller(generator, 200, registry, generators)
     call = asyncio.create_task(caller.sample(held, 5, SamplingParams(), save=save))
     while not generators.waiting_count:
         await asyncio.sleep(0)
     held.set_floors(start=3, call=0)
-    records.append(RECORD)  # it serves version 0
+    registry.records.append(RECORD)  # it serves version 0
     for _ in range(3):
         await generators.refresh()
         await asyncio.sleep(0)
@@ -284,16 +270,9 @@ async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -
 class Silent(Generator):
     """Sends empty chunks before each of its chunks."""
 
-    async def generate(
-        self,
-        record: GeneratorRecord,
-        call: GenerationCall,
-        need: VersionNeed = ANY_VERSION,
-        *,
-        traceparent: str = "",
-    ) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, *arguments: Any, **options: Any) -> AsyncGenerator[Chunk, None]:
         yield chunk(0, None)
-        async for sampled in super().generate(record, call, need, traceparent=traceparent):
+        async for sampled in super().generate(*arguments, **options):
             yield chunk(0, None)
             yield sampled
 
@@ -336,18 +315,8 @@ async def test_a_generator_that_breaks_after_an_empty_chunk_is_avoided_for_longe
     assert seconds == [5, 10, 20]
 
 
-class Announced(Registry):
-    """One generator of version 0; ``newest`` is announced."""
-
-    def __init__(self) -> None:
-        self.newest = 0
-
-    async def latest(self) -> PolicyRecord:
-        return PolicyRecord(policy_version=self.newest, train_step=self.newest, path="p", manifest_digest="")
-
-
 async def test_a_segment_rests_under_the_newest_policy_and_continues_at_once_if_another_is_announced() -> None:
-    held, registry = make_held(), Announced()
+    held, registry = make_held(), Registry()
     generator = Generator([], held)
     caller = await make_caller(generator, 16, registry, segment_tokens=48)
 
