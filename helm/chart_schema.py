@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rollmesh.config import RunConfig
 from rollmesh.config.services import LauncherConfig
@@ -61,12 +61,8 @@ def _closed(properties: Schema, required: Sequence[str] = ()) -> Schema:
 
 
 _BY_NAME: dict[str, Schema] = {
-    "podLabels": _TEXTS,
-    "podAnnotations": _TEXTS,
-    "serviceAccountAnnotations": _TEXTS,
-    "annotations": _TEXTS,
-    "labels": _TEXTS,
-    "nodeSelector": _TEXTS,
+    **dict.fromkeys(("podLabels", "podAnnotations", "serviceAccountAnnotations"), _TEXTS),
+    **dict.fromkeys(("annotations", "labels", "nodeSelector"), _TEXTS),
     "imagePullSecrets": {"type": "array", "items": _closed({"name": {"type": "string"}}, ["name"])},
     "hostnames": {"type": "array", "items": {"type": "string"}},
     "args": {"type": "array", "items": {"type": "string"}},
@@ -79,13 +75,12 @@ _BY_NAME: dict[str, Schema] = {
     "extraVolumes": {"type": "array", "items": {"allOf": [{"type": "object", "required": ["name"]}, _TREE]}},
     "extraVolumeMounts": {"type": "array", "items": {"type": "object", "required": ["name", "mountPath"]}},
     "monitoringFrom": {**_OBJECTS, "minItems": 1},
-    "gatewayFrom": _OBJECTS,
-    "agentsFrom": _OBJECTS,
-    "rewardEgress": _OBJECTS,
+    **dict.fromkeys(("gatewayFrom", "agentsFrom", "rewardEgress"), _OBJECTS),
     "affinity": _closed({name: _TREE for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")}),
     "behavior": _closed({"scaleUp": _SCALING_DIRECTION, "scaleDown": _SCALING_DIRECTION}),
-    "resources": _closed({"limits": _QUANTITIES, "requests": _QUANTITIES, "claims": _NAMED}),
-    "validateResources": _closed({"limits": _QUANTITIES, "requests": _QUANTITIES, "claims": _NAMED}),
+    **dict.fromkeys(
+        ("resources", "validateResources"), _closed({"limits": _QUANTITIES, "requests": _QUANTITIES, "claims": _NAMED})
+    ),
     "tolerations": {
         "type": "array",
         "items": _closed(
@@ -115,10 +110,7 @@ _BY_NAME: dict[str, Schema] = {
     "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "repository": {"type": "string", "pattern": "^[^:@\\s]+(:[0-9]+/[^:@\\s]+)?$"},
     "tag": {"type": "string", "not": {"enum": ["latest", "main", "master"]}},
-    "grpcPort": _PORT,
-    "adminPort": _PORT,
-    "port": _PORT,
-    "rendezvousPort": _PORT,
+    **dict.fromkeys(("grpcPort", "adminPort", "port", "rendezvousPort"), _PORT),
     "nodes": {"type": "integer", "minimum": 1},
     "processesPerNode": {"type": "integer", "minimum": 1},
     "size": _BYTES,
@@ -166,21 +158,8 @@ _FIELDS_SET_BY_CHART = {
 only a local launcher reads them; and a secret would be readable in a ConfigMap."""
 
 
-class Documented(Protocol):
-    """A value and its comment."""
-
-    @property
-    def path(self) -> str:
-        """Dotted path."""
-
-    @property
-    def description(self) -> str:
-        """The comment."""
-
-
-def schema_of(values: dict[str, Any], documented: Sequence[Documented]) -> Schema:
-    """Return the JSON schema of the chart's values."""
-    texts = {value.path: value.description for value in documented}
+def schema_of(values: dict[str, Any], texts: dict[str, str]) -> Schema:
+    """Return the JSON schema of the chart's values; ``texts`` has their comments by path."""
     schema = _section(values, "", texts)
     schema["properties"]["run"] = _run_section(texts["run"])
     # Helm puts this in when the chart is a dependency of another one.

@@ -13,7 +13,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +31,13 @@ class ValuesError(Exception):
     """values.yaml breaks one of its rules; the text names the place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
-    """One documented value."""
-
-    path: str
-    description: str
-    default: Any
-
-
-def documented_values(text: str) -> list[Value]:
-    """Every value with its comment, sections included; raises ValuesError for one without."""
-    data = yaml.safe_load(text)
-    found: list[Value] = []
-    for path, comment in _commented_keys(text):
+def documented_values(text: str) -> dict[str, str]:
+    """Return the comment of every value by its path, sections included; raises ValuesError for one without."""
+    found = dict(_commented_keys(text))
+    for path, comment in found.items():
         name = path.rpartition(".")[2]
         if not comment.startswith(name + " "):
             raise ValuesError(f"values.yaml: {path}: its comment must begin with {name!r}, not {comment[:40]!r}")
-        found.append(Value(path=path, description=comment, default=_at(data, path)))
     return found
 
 
@@ -77,30 +67,20 @@ def _commented_keys(text: str) -> Iterator[tuple[str, str]]:
             comment = []
 
 
-def _at(data: Any, path: str) -> Any:
-    for key in path.split("."):
-        data = data[key]
-    return data
-
-
-def readme(values: list[Value], chart: dict[str, Any]) -> str:
+def readme(values: dict[str, Any], comments: dict[str, str], chart: dict[str, Any]) -> str:
     """Return the chart's README: the template with the table of values."""
     rows = ["| value | default | meaning |", "|---|---|---|"]
-    for value in values:
-        if isinstance(value.default, dict) and value.default:
-            rows.append(f"| **{value.path}** | | {_cell(value.description)} |")
-        else:
-            rows.append(f"| {value.path} | `{json.dumps(value.default)}` | {_cell(value.description)} |")
+    for path, comment in comments.items():
+        default = reduce(getitem, path.split("."), values)
+        shown = "" if isinstance(default, dict) and default else f"`{json.dumps(default)}` "
+        meaning = comment.replace("|", "\\|")
+        rows.append(f"| {path if shown else f'**{path}**'} | {shown}| {meaning} |")
     template = (CHART / "README.md.tmpl").read_text(encoding="utf-8")
     return (
         template.replace("@VALUES@", "\n".join(rows))
         .replace("@VERSION@", chart["version"])
         .replace("@KUBE@", chart["kubeVersion"].removesuffix("-0"))
     )
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def adapter_rules() -> str:
@@ -141,10 +121,10 @@ def outputs() -> dict[Path, str]:
     """Every generated file and what belongs in it."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
-    values = documented_values(text)
+    values, comments = yaml.safe_load(text), documented_values(text)
     return {
-        CHART / "README.md": readme(values, chart),
-        CHART / "values.schema.json": json.dumps(schema_of(yaml.safe_load(text), values), separators=(",", ":")) + "\n",
+        CHART / "README.md": readme(values, comments, chart),
+        CHART / "values.schema.json": json.dumps(schema_of(values, comments), separators=(",", ":")) + "\n",
         CHART / "files" / "prometheus-adapter" / "rules.yaml": adapter_rules(),
         CHART / "files" / "schedules.yaml": schedule_bounds(),
     }

@@ -25,9 +25,8 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.evaluation_requests import evaluation_request
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, EvalResult
-from rollmesh.types import PolicyRecord
 
-from .test_launcher_outages import config
+from .test_launcher_outages import announce, config
 
 VALUES = {
     "name": "small",
@@ -95,13 +94,6 @@ async def store(tmp_path: Path) -> AsyncIterator[TrajectoryStore]:
     async with running_store(run, RunFolder(tmp_path)) as running:
         await running.store.limits.init_run(run_limits(run))
         yield running.store
-
-
-async def announce(store: TrajectoryStore, versions: range) -> None:
-    session = await store.training.open_session("trainer")
-    for v in versions:
-        record = PolicyRecord(policy_version=v, train_step=v, path=f"{v}-x", manifest_digest="ab" * 32)
-        await store.policies.announce(session, record)
 
 
 async def evaluate(store: TrajectoryStore, tmp_path: Path, version: int, mean: float, n: int = 256) -> None:

@@ -18,12 +18,21 @@ from rollmesh.launcher.local_mesh import local_mesh
 from rollmesh.launcher.redis import embedded_server, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.store import EmbeddedServer, TrajectoryStore
+from rollmesh.types import PolicyRecord
 
 
 def config(folder: Path) -> RunConfig:
     return RunConfig.model_validate(
         {"name": "outage", "folder": str(folder), "model": {"path": "models/tiny"}, "trainer": {"train_steps": 1}}
     )
+
+
+async def announce(store: TrajectoryStore, versions: range) -> None:
+    """A trainer announces these policy versions, each after as many train steps."""
+    session = await store.training.open_session("trainer")
+    for v in versions:
+        record = PolicyRecord(policy_version=v, train_step=v, path=f"{v}-x", manifest_digest="ab" * 32)
+        await store.policies.announce(session, record)
 
 
 def leave_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,17 +19,14 @@ from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.scheduling import Schedule
-from rollmesh.types import PolicyRecord
 
-from .test_launcher_outages import config
+from .test_launcher_outages import announce, config
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
     async with local_mesh(config(tmp_path), RunFolder(tmp_path), asyncio.Event(), Console(file=io.StringIO())) as mesh:
-        session = await mesh.store.training.open_session("trainer")
-        record = PolicyRecord(policy_version=0, train_step=0, path="0-x", manifest_digest="ab" * 32)
-        await mesh.store.policies.announce(session, record)
+        await announce(mesh.store, range(1))
         yield mesh
 
 

@@ -23,9 +23,9 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store import Append, NewGroup
 from rollmesh.store.evaluation_requests import evaluation_request
 from rollmesh.store.queue_types import EvalResult
-from rollmesh.types import PolicyRecord, Prompt, Segment
+from rollmesh.types import Prompt, Segment
 
-from .test_launcher_outages import config
+from .test_launcher_outages import announce, config
 
 
 async def fill(run: RunConfig, folder: RunFolder) -> None:
@@ -35,10 +35,7 @@ async def fill(run: RunConfig, folder: RunFolder) -> None:
         await store.limits.init_run(run_limits(run))
         leader = await store.leadership.acquire("leader")
         assert leader is not None
-        trainer = await store.training.open_session("trainer")
-        for v in (0, 1):
-            record = PolicyRecord(policy_version=v, train_step=v, path=f"{v}-x", manifest_digest="ab" * 32)
-            await store.policies.announce(trainer, record)
+        await announce(store, range(2))
         await store.leadership.set_desired(leader, Desired(pool_size=8))
         prompt = Prompt(prompt_id="0", token_ids=np.arange(4, dtype=np.int32), verifier="exact", metadata={})
         group = NewGroup(group_id="e0-0", prompt=prompt, needed=8, epoch=0, index=0)

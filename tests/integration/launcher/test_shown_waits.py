@@ -23,10 +23,9 @@ from rollmesh.runtime.health import Waits
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.store.evaluation_requests import evaluation_request
-from rollmesh.types import PolicyRecord
 from rollmesh.worker.generator_pool import GeneratorPool
 
-from .test_launcher_outages import config
+from .test_launcher_outages import announce, config
 
 REFUSAL = re.compile("max number of clients reached|at its maxclients")
 """The server's own message, unless it closes the connection before the client reads that."""
@@ -94,12 +93,7 @@ async def test_an_evaluation_that_waits_for_the_pin_of_an_operator_says_how_to_r
     try:
         async with await TrajectoryStore.connect(run.store, run.name, server.url) as store:
             await store.limits.init_run(run_limits(run))
-            session = await store.training.open_session("trainer")
-            for version in (0, 1):
-                record = PolicyRecord(
-                    policy_version=version, train_step=version, path=f"{version}-x", manifest_digest="ab" * 32
-                )
-                await store.policies.announce(session, record)
+            await announce(store, range(2))
             await store.settings.set_user_paused(True)
             await store.policies.pin(0)
             pin = Pin(store, GeneratorPool(store.generators), evaluation_request(run.evaluation, 1), waits)

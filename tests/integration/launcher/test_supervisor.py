@@ -18,15 +18,19 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 from ...kit.waiting import reached
 
 
-def spec(tmp_path: Path, script: str, **options: object) -> ServiceSpec:
-    return ServiceSpec(
-        service="worker",
-        index=0,
-        command=[sys.executable, "-u", "-c", script],
-        environment={},
-        log_file=tmp_path / "worker-0.log",
-        **options,
-    )
+def spec(tmp_path: Path, script: str, index: int = 0, **options: object) -> ServiceSpec:
+    command = [sys.executable, "-u", "-c", script]
+    log = tmp_path / f"worker-{index}.log"
+    return ServiceSpec(service="worker", index=index, command=command, environment={}, log_file=log, **options)
+
+
+async def failure(child: ServiceSpec, restart_limit: int = 20, notes: list[str] | None = None) -> tuple[str, dict]:
+    """The reason with which a supervisor gives a child up, and the restarts before."""
+    supervisor = Supervisor(restart_limit, (notes if notes is not None else []).append)
+    supervisor.start(child)
+    reason = await asyncio.wait_for(supervisor.failed, 60)
+    await supervisor.kill_all()
+    return reason, supervisor.restart_counts()
 
 
 async def test_a_killed_child_comes_back_and_keeps_its_log(tmp_path: Path) -> None:
@@ -66,31 +70,21 @@ async def test_a_service_reads_the_resolved_value_and_not_the_variable_that_an_o
 
 
 async def test_a_child_that_cannot_stay_up_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
-    supervisor = Supervisor(restart_limit=1)
-    supervisor.start(spec(tmp_path, "print('model.path: no such folder'); raise SystemExit(2)"))
-    reason = await asyncio.wait_for(supervisor.failed, 60)
-    assert "worker-0 ended with status 2" in reason
-    assert "model.path: no such folder" in reason
-    await supervisor.kill_all()
+    reason, _ = await failure(spec(tmp_path, "print('model.path: no such folder'); raise SystemExit(2)"), 1)
+    assert "worker-0 ended with status 2" in reason and "model.path: no such folder" in reason
 
 
 async def test_a_child_that_dies_at_once_is_started_again_after_ever_longer_pauses(tmp_path: Path) -> None:
-    supervisor = Supervisor(restart_limit=2)
-    supervisor.start(spec(tmp_path, "import time; print('at', time.time()); raise SystemExit(1)"))
-    await asyncio.wait_for(supervisor.failed, 60)
+    await failure(spec(tmp_path, "import time; print('at', time.time()); raise SystemExit(1)"), 2)
     lines = (tmp_path / "worker-0.log").read_text().splitlines()
     first, second, third = (float(line.removeprefix("at ")) for line in lines if line.startswith("at "))
-    assert second - first >= 0.5
-    assert third - second >= 1.0
-    await supervisor.kill_all()
+    assert second - first >= 0.5 and third - second >= 1.0
 
 
 async def test_every_restart_is_noted_with_its_number_and_the_last_error(tmp_path: Path) -> None:
     notes: list[str] = []
-    supervisor = Supervisor(restart_limit=2, note=notes.append)
     line = {"event": "service_failed", "error": "EngineError", "message": "out of\nmemory", "passing": False}
-    supervisor.start(spec(tmp_path, f"import json; print(json.dumps({line})); raise SystemExit(1)"))
-    reason = await asyncio.wait_for(supervisor.failed, 60)
+    reason, _ = await failure(spec(tmp_path, f"import json; print(json.dumps({line})); raise SystemExit(1)"), 2, notes)
     assert notes == [
         "worker-0 ended with status 1, restart 1 of 2 in 0.5 s: EngineError: out of memory",
         "worker-0 ended with status 1, restart 2 of 2 in 1.0 s: EngineError: out of memory",
@@ -131,16 +125,13 @@ async def test_restarts_are_forgiven_after_ten_minutes_of_service(tmp_path: Path
 
 
 async def test_a_child_that_names_a_wrong_setting_fails_the_run_at_once(tmp_path: Path) -> None:
-    supervisor = Supervisor(restart_limit=20)
     line = {"event": "service_failed", "error": "DataError", "message": "rows.jsonl:2: field 'prompt' is missing"}
     script = f"import json; print('loading'); print(json.dumps({line})); raise SystemExit({EXIT_CONFIG})"
-    supervisor.start(spec(tmp_path, script))
-    reason = await asyncio.wait_for(supervisor.failed, 60)
+    reason, restarts = await failure(spec(tmp_path, script))
     assert "worker-0 cannot continue: DataError: rows.jsonl:2: field 'prompt' is missing" in reason
     assert "loading" not in reason
     assert str(tmp_path / "worker-0.log") in reason
-    assert supervisor.restart_counts() == {"worker-0": 0}
-    await supervisor.kill_all()
+    assert restarts == {"worker-0": 0}
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
@@ -164,11 +155,8 @@ async def test_a_one_shot_child_that_ends_well_is_not_restarted(tmp_path: Path) 
 
 
 async def test_a_child_that_cannot_even_be_started_fails_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
-    supervisor = Supervisor(restart_limit=5)
-    supervisor.start(replace(spec(tmp_path, ""), command=[str(tmp_path / "absent")]))
-    reason = await asyncio.wait_for(supervisor.failed, 60)
-    assert "worker-0 cannot be started" in reason
-    assert "absent" in reason
+    reason, _ = await failure(replace(spec(tmp_path, ""), command=[str(tmp_path / "absent")]))
+    assert "worker-0 cannot be started" in reason and "absent" in reason
 
 
 @pytest.mark.parametrize("status", [0, EXIT_UNFINISHED])
@@ -191,22 +179,18 @@ async def test_an_error_after_which_no_start_helps_is_found_behind_other_lines_a
     tmp_path: Path,
 ) -> None:
     """torchrun ends with a status of its own and writes a summary after the rank's last lines."""
-    supervisor = Supervisor(restart_limit=20)
     script = f"import json; print(json.dumps({FAILURE})); print('rank 0 failed, sending SIGTERM'); raise SystemExit(1)"
-    supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
-    reason = await asyncio.wait_for(supervisor.failed, 60)
+    reason, restarts = await failure(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
     assert "worker-0 cannot continue: SessionLost: another trainer has taken over run demo" in reason
-    assert supervisor.restart_counts() == {"worker-0": 0}
+    assert restarts == {"worker-0": 0}
 
 
 async def test_an_earlier_start_is_not_blamed_for_the_end_of_a_later_one(tmp_path: Path) -> None:
     log = tmp_path / "worker-0.log"
     log.write_text(json.dumps(FAILURE) + "\n")
-    supervisor = Supervisor(restart_limit=0)
-    supervisor.start(spec(tmp_path, "raise SystemExit('out of memory')", final_errors=frozenset({"SessionLost"})))
-    reason = await asyncio.wait_for(supervisor.failed, 60)
-    assert "worker-0 ended with status 1" in reason
-    assert "out of memory" in reason
+    child = spec(tmp_path, "raise SystemExit('out of memory')", final_errors=frozenset({"SessionLost"}))
+    reason, _ = await failure(child, 0)
+    assert "worker-0 ended with status 1" in reason and "out of memory" in reason
     assert "taken over" not in reason
 
 
@@ -225,16 +209,11 @@ configure_logging(TelemetryConfig(), service="trainer-0", run="demo")
 raise SystemExit(run_service(main))
 """
     for reason in ("tampered", "mismatch"):
-        supervisor = Supervisor(restart_limit=20)
-        supervisor.start(spec(tmp_path, script.format(reason=reason)))
-        failure = await asyncio.wait_for(supervisor.failed, 60)
-        assert "worker-0 cannot continue: CheckpointError: batches/3.pb: sha256 differs" in failure
+        said, _ = await failure(spec(tmp_path, script.format(reason=reason)))
+        assert "worker-0 cannot continue: CheckpointError: batches/3.pb: sha256 differs" in said
     notes: list[str] = []
-    supervisor = Supervisor(restart_limit=1, note=notes.append)
-    supervisor.start(spec(tmp_path, script.format(reason="missing")))
-    await asyncio.wait_for(supervisor.failed, 60)
+    await failure(spec(tmp_path, script.format(reason="missing")), 1, notes)
     assert len(notes) == 1
-    await supervisor.kill_all()
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
@@ -251,8 +230,80 @@ async def main(shutdown):
 configure_logging(TelemetryConfig(log_format="{log_format}"), service="trainer-0", run="demo")
 raise SystemExit(run_service(main))
 """
-    supervisor = Supervisor(restart_limit=20)
-    supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
-    reason = await asyncio.wait_for(supervisor.failed, 60)
+    reason, _ = await failure(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
     assert "worker-0 cannot continue: SessionLost" in reason
     assert "another trainer has taken over run demo" in reason
+
+
+# Children that retire while the others run
+
+_STAYS = "import signal; print('up'); signal.pause()"
+_DRAINS = """
+import signal
+def leave(*_):
+    print('draining')
+    signal.sigwait([signal.SIGUSR1])
+    print('drained')
+    raise SystemExit(0)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+signal.signal(signal.SIGTERM, leave)
+print('up')
+signal.pause()
+"""
+
+
+def says(folder: Path, index: int, word: str, times: int = 1) -> bool:
+    log = folder / f"worker-{index}.log"
+    return log.exists() and log.read_text().count(word) >= times
+
+
+async def test_a_retired_child_is_forgotten_and_not_restarted_while_the_others_stay(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=0)
+    for index in range(2):
+        supervisor.start(spec(tmp_path, _STAYS, index))
+    await reached(lambda: says(tmp_path, 0, "up") and says(tmp_path, 1, "up"))
+    await supervisor.retire("worker-1")
+    assert supervisor.indexes("worker") == ([0], [])
+    assert supervisor.pid("worker-0") is not None
+    assert supervisor.restart_counts() == {"worker-0": 0}
+    assert not supervisor.failed.done()
+    supervisor.start(spec(tmp_path, _STAYS, 1))
+    await reached(lambda: says(tmp_path, 1, "up", times=2))
+    await supervisor.stop(["worker"])
+
+
+async def test_a_child_that_is_retired_before_its_process_exists_never_comes_up(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=0)
+    supervisor.start(spec(tmp_path, _STAYS))
+    await supervisor.retire("worker-0")
+    assert supervisor.indexes("worker") == ([], [])
+    assert not says(tmp_path, 0, "up")
+    await supervisor.kill_all()
+
+
+async def test_an_orderly_stop_waits_for_a_child_that_is_being_retired(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=0)
+    supervisor.start(spec(tmp_path, _DRAINS, grace_seconds=3600.0))
+    await reached(lambda: says(tmp_path, 0, "up"))
+    pid = supervisor.pid("worker-0")
+    assert pid is not None
+    retirement = supervisor.retire("worker-0")
+    assert supervisor.retire("worker-0") is retirement
+    await reached(lambda: says(tmp_path, 0, "draining"))
+    stop = asyncio.ensure_future(supervisor.stop(["worker"]))
+    await asyncio.sleep(0)
+    assert not stop.done() and supervisor.indexes("worker") == ([0], [0])
+    os.kill(pid, signal.SIGUSR1)
+    await asyncio.wait_for(stop, 60)
+    assert says(tmp_path, 0, "drained")
+    assert supervisor.indexes("worker") == ([], [])
+
+
+async def test_killing_everything_ends_a_retirement_too(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=0)
+    supervisor.start(spec(tmp_path, _DRAINS, grace_seconds=3600.0))
+    await reached(lambda: says(tmp_path, 0, "up"))
+    retirement = supervisor.retire("worker-0")
+    await reached(lambda: says(tmp_path, 0, "draining"))
+    await asyncio.wait_for(supervisor.kill_all(), 60)
+    assert retirement.done() and not says(tmp_path, 0, "drained")

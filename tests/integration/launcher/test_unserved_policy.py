@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,32 +17,25 @@ from rollmesh.launcher.evaluations import evaluate_version
 from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
-from rollmesh.types import PolicyRecord
 
 from ...kit.records import generator_record
-from .test_launcher_outages import config
+from .test_launcher_outages import announce, config
 
 NEWEST = 2
+
+
+def generator(folder: Path, index: int) -> ServiceSpec:
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    log = folder / f"generator-{index}.log"
+    return ServiceSpec(service="generator", index=index, command=command, environment={}, log_file=log)
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
     """A run that has announced versions 0 to 2, and has one generator process."""
-    generator = ServiceSpec(
-        service="generator",
-        index=0,
-        command=[sys.executable, "-c", "import signal; signal.pause()"],
-        environment={},
-        log_file=tmp_path / "generator-0.log",
-    )
     async with local_mesh(config(tmp_path), RunFolder(tmp_path), asyncio.Event(), Console(file=io.StringIO())) as mesh:
-        session = await mesh.store.training.open_session("trainer")
-        for version in range(NEWEST + 1):
-            record = PolicyRecord(
-                policy_version=version, train_step=version, path=f"{version}-x", manifest_digest="ab" * 32
-            )
-            await mesh.store.policies.announce(session, record)
-        mesh.supervisor.start(generator)
+        await announce(mesh.store, range(NEWEST + 1))
+        mesh.supervisor.start(generator(tmp_path, 0))
         yield mesh
         await mesh.supervisor.kill_all()
 
@@ -63,6 +57,14 @@ async def register(
     )
 
 
+async def waiting(work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+    """The work as a task that has not ended within a second."""
+    task = asyncio.create_task(work)
+    await asyncio.wait({task}, timeout=1.0)
+    assert not task.done()
+    return task
+
+
 @pytest.mark.parametrize(
     ("refused", "count"), [(None, 0), (NEWEST - 1, 1), (NEWEST, 0)], ids=["untried", "refused before", "retried"]
 )
@@ -70,9 +72,7 @@ async def test_a_last_version_that_no_generator_has_tried_yet_ends_no_run_and_is
     mesh: LocalMesh, refused: int | None, count: int
 ) -> None:
     await register(mesh, 0, refused, count)
-    end = asyncio.create_task(mesh.until_newest_served())
-    await asyncio.wait({end}, timeout=1.0)
-    assert not end.done()
+    end = await waiting(mesh.until_newest_served())
     await register(mesh, NEWEST)
     await asyncio.wait_for(end, 60)
 
@@ -97,9 +97,7 @@ async def test_a_run_whose_operator_pinned_an_older_version_does_not_wait_for_th
 
 async def test_a_run_that_continues_without_generators_does_not_wait_for_one(mesh: LocalMesh) -> None:
     """An operator has scaled it to ``generator=0``, and may scale it up again while it is in progress."""
-    start = asyncio.create_task(mesh.until_serving())
-    await asyncio.wait({start}, timeout=1.0)
-    assert not start.done()
+    start = await waiting(mesh.until_serving())
     await mesh.supervisor.retire("generator-0")
     await asyncio.wait_for(start, 60)
 
@@ -107,9 +105,7 @@ async def test_a_run_that_continues_without_generators_does_not_wait_for_one(mes
 async def test_a_run_scaled_to_no_generators_keeps_its_evaluation_until_one_serves(mesh: LocalMesh) -> None:
     """Without a generator the evaluation would end without a score, and no later start would repeat it."""
     await mesh.supervisor.retire("generator-0")
-    evaluation = asyncio.create_task(evaluate_version(mesh, NEWEST))
-    await asyncio.wait({evaluation}, timeout=1.0)
-    assert not evaluation.done()
+    evaluation = await waiting(evaluate_version(mesh, NEWEST))
     assert await mesh.store.evaluations.all() == []
     await register(mesh, NEWEST)
     async with asyncio.timeout(60):
@@ -120,26 +116,15 @@ async def test_a_run_scaled_to_no_generators_keeps_its_evaluation_until_one_serv
 
 
 async def test_a_start_whose_every_generator_refuses_the_policy_ends_at_once_with_the_reason(mesh: LocalMesh) -> None:
-    start = asyncio.create_task(mesh.until_serving())
-    await asyncio.wait({start}, timeout=1.0)
-    assert not start.done()
+    start = await waiting(mesh.until_serving())
     await register(mesh, -1, NEWEST, 1, serving=False)
     with pytest.raises(PoliciesRefused, match="refuses policy version 2, and none serves an older one: canary: nan"):
         await asyncio.wait_for(start, 60)
 
 
 async def test_a_start_waits_for_generators_that_have_not_tried_the_policy_yet(mesh: LocalMesh, tmp_path: Path) -> None:
-    second = ServiceSpec(
-        service="generator",
-        index=1,
-        command=[sys.executable, "-c", "import signal; signal.pause()"],
-        environment={},
-        log_file=tmp_path / "generator-1.log",
-    )
-    mesh.supervisor.start(second)
+    mesh.supervisor.start(generator(tmp_path, 1))
     await register(mesh, -1, NEWEST, 1, serving=False)
-    start = asyncio.create_task(mesh.until_serving())
-    await asyncio.wait({start}, timeout=1.0)
-    assert not start.done()
+    start = await waiting(mesh.until_serving())
     await register(mesh, NEWEST)
     await asyncio.wait_for(start, 60)
