@@ -22,7 +22,6 @@ from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.report.console import output_console
 from rollmesh.runtime.lifecycle import many_imports
 from rollmesh.store import TrajectoryStore
 from rollmesh.user_code import search_beside
@@ -158,8 +157,3 @@ def shutdown_event() -> asyncio.Event:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, on_signal)
     return shutdown
-
-
-def progress_console(json: bool) -> Console:
-    """Return the console for progress: standard error when standard output contains JSON."""
-    return output_console(stderr=json)

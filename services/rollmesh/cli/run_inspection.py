@@ -16,7 +16,6 @@ from rollmesh.cli.common import (
     SetOption,
     VersionOption,
     clear_errors,
-    progress_console,
     run_async,
     run_of,
     shutdown_event,
@@ -24,7 +23,6 @@ from rollmesh.cli.common import (
 )
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.evaluation_journal import Evaluation
-from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.run_up import queue_account
 from rollmesh.report.console import domain_scores, output_console, plus_minus
 from rollmesh.report.ledger_check import QueueAccount
@@ -54,7 +52,7 @@ def eval_(
 
     async def main() -> None:
         config, folder = run_of(run)
-        shutdown, console = shutdown_event(), progress_console(as_json)
+        shutdown, console = shutdown_event(), output_console(stderr=as_json)  # standard output has the JSON
         if data is not None or set_:
             source = [] if data is None else [f"data.evaluation_source={json.dumps(source_of(config, data))}"]
             result = await evaluate_beside(folder, [*source, *(set_ or [])], version, shutdown, console)
@@ -110,7 +108,6 @@ def explain(
 
 
 def _explain_status(run: Path, name: str | None, as_json: bool) -> None:
-    """Print the place and the history of a trajectory, or of the members of a group."""
     from rollmesh.report.audit import open_checkpoints
     from rollmesh.report.trajectory_status import trajectory_statuses
 
@@ -138,7 +135,7 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     """
     from rollmesh.report.audit import audit_run, print_audit
 
-    console = progress_console(as_json)
+    console = output_console(stderr=as_json)  # standard output has the JSON
 
     async def read_account() -> tuple[Path, QueueAccount | None]:
         _, folder = run_of(run)
@@ -203,19 +200,14 @@ def view(
     async def main() -> None:
         others = [RecordedRun(run_of(beside)[1].path)] if beside else []
         config, folder = run_of(run)  # last: modules of this run are found, not those of the other one
-        _refuse_live(folder)
+        if has_launcher(folder.path):
+            pages = [page.url for page in read_endpoints(folder.path, "gateway")]
+            where = f"its page: {pages[0]}" if pages else "it has no page (gateway.enabled)"
+            state = f"rollmesh status {folder.path} shows its state"
+            raise ConfigError(f"{folder.path}: the run is in progress; {where}; {state}")
         await serve_view(RecordedRun(folder.path), config, port, shutdown_event(), ready, others)
 
     run_async(main)
-
-
-def _refuse_live(folder: RunFolder) -> None:
-    """Raise ConfigError for a run in progress, with the address of its own page."""
-    if not has_launcher(folder.path):
-        return
-    pages = [page.url for page in read_endpoints(folder.path, "gateway")]
-    where = f"its page: {pages[0]}" if pages else "it has no page (gateway.enabled)"
-    raise ConfigError(f"{folder.path}: the run is in progress; {where}; rollmesh status {folder.path} shows its state")
 
 
 def compare(

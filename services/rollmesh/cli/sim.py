@@ -108,7 +108,6 @@ def sim(
 
 
 def _refuse(option: str, others: Mapping[str, object], remedy: str) -> None:
-    """Raise ConfigError if an option comes with one of the others."""
     if given := [name for name, value in others.items() if value not in (None, False, [])]:
         raise ConfigError(f"{option} with {', '.join(given)}: {remedy}")
 
@@ -125,7 +124,6 @@ def _settings(with_: Sequence[str], short: Mapping[str, str | None]) -> list[str
 
 
 def _simulate(arms: Sequence[Arm], page: Path | None, *, check: bool, as_json: bool, with_cost: bool) -> None:
-    """Simulate each arm, write the page if there is a file for it, and print the figures."""
     from rollmesh.sim.arms import simulate_at_cost
     from rollmesh.sim.figures import figures_tables
     from rollmesh.sim.run_timeline import RunTimeline

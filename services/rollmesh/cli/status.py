@@ -113,7 +113,6 @@ async def _distant_waits(config: RunConfig, store: TrajectoryStore) -> Mapping[s
 
 
 async def _service_waits(run: Path) -> Mapping[str, str]:
-    """Return what each service of the run on this machine waits for, with the last error."""
     config, folder = run_of(run)
     async with AdminClient(PortSecurity.from_config(config.security)) as client:
         states = ServiceStates(folder.path, client)

@@ -102,7 +102,6 @@ class RunConfig(Section):
 
 
 def _adapter_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the settings of generator and trainer that exclude adapters, or that need them."""
     mode, adapter = config.generator.on_new_version, config.model.adapter
     if adapter is None and mode == "next_slice":
         yield (
@@ -138,7 +137,6 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _algorithm_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the combinations that the algorithm or the program of the rollouts excludes."""
     algorithm, evaluation = config.trainer.algorithm, config.evaluation
     if config.rollout.program == "agent" and (evaluation.before_and_after or evaluation.every_versions > 0):
         yield (
@@ -201,7 +199,6 @@ def _advantage_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
-    """Yield the settings that the loss or a mask would ignore."""
     algorithm = trainer.algorithm
     loss, source = algorithm.loss_method, algorithm.old_logprob_method
     of_the_step = source.trainer_logprobs is TrainerLogprobs.STEP_START and trainer.minibatches == 1
@@ -248,7 +245,6 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def _size_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the sizes that contradict each other."""
     if config.trainer.optimizer == "adamw_8bit" and config.launcher.trainer_processes > 1:
         yield (
             f"trainer.optimizer=adamw_8bit with launcher.trainer_processes={config.launcher.trainer_processes}: the "
@@ -268,7 +264,6 @@ def _size_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _sampler_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the combinations that do not work."""
     sampler, source = config.curriculum.sampler, config.data.source
     if sampler == ORDER:
         return

@@ -167,7 +167,6 @@ class AlgorithmConfig(Section):
 
 
 def _complete_options(algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
-    """Return the options of the methods of a section with their defaults filled in, by field."""
     found = {}
     for name in ("advantage", "loss", "old_logprobs", "update_scale"):
         field = f"{name}_options"

@@ -111,7 +111,6 @@ class EvaluationJournal:
 
 
 def _recorded(file: Path) -> Iterable[Evaluation]:
-    """Read the evaluations of the file that have a score."""
     names = [field.name for field in fields(Evaluation) if field.name not in _NOT_NUMBERS]
     for line in read_json_lines(file).records:
         values: dict[str, Any] = {name: line.get(name) for name in names}

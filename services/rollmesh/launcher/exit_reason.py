@@ -49,16 +49,14 @@ def exit_reason(log_file: Path, since: int = 0, code: int = 1) -> ExitReason:
                 error=name, text=f"{text}\n(log: {log_file})", summary=" ".join(text.split()), passing=passing
             )
     readable = [part for line in lines[-_TAIL_LINES:] for part in _readable(line)]
-    killed = _killed_by(code) if code < 0 else ""
+    killed = ""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        hint = ": by kill -9, or by the kernel when memory is short (dmesg tells)" if -code == signal.SIGKILL else ""
+        killed = f"killed by {name}{hint}"
     end = [f"the end of {log_file}:", *(f"  {line}" for line in readable[-_TAIL_LINES:])]
     last = readable[-1].strip() if readable else "it logged nothing"
     return ExitReason(error="", text="\n".join([killed, *end] if killed else end), summary=killed or last)
-
-
-def _killed_by(code: int) -> str:
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = ": by kill -9, or by the kernel when memory is short (dmesg tells)" if -code == signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
 
 
 def _readable(line: str) -> list[str]:

@@ -36,8 +36,6 @@ _NOTHING = "-"
 
 @dataclass(slots=True)
 class _Rates:
-    """Tokens per second over a sliding window."""
-
     points: list[tuple[float, float]] = field(default_factory=list)
 
     def update(self, t: float, total: float) -> float:

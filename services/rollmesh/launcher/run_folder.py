@@ -161,7 +161,6 @@ def refused_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
-    """Return the dotted names of the fields with other values."""
     names: set[str] = set()
     for key in before.keys() | now.keys():
         old, new = before.get(key), now.get(key)

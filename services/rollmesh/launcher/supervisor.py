@@ -60,21 +60,14 @@ class ServiceSpec:
 
 
 class ServiceProcess(Protocol):
-    """A started service."""
+    """A started service: what the supervisor needs of an ``asyncio.subprocess.Process``."""
 
     @property
-    def pid(self) -> int:
-        """Process id."""
-
+    def pid(self) -> int: ...
     @property
-    def returncode(self) -> int | None:
-        """Exit status; None while the service runs."""
-
-    async def wait(self) -> int:
-        """Wait for the end and return the exit status."""
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send SIGTERM or SIGKILL."""
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def send_signal(self, number: signal.Signals) -> None: ...
 
 
 class _ProcessGroup:

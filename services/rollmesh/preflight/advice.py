@@ -102,7 +102,7 @@ def estimate(config: RunConfig) -> Estimate:
 
 def run_hints(config: RunConfig, parameter_count: int) -> list[str]:
     """Return hints for valid values that are unlikely to be meant."""
-    hints = chain(_trainer_hints(config, parameter_count), _clip_hints(config), _evaluation_hints(config))
+    hints = chain(_trainer_hints(config, parameter_count), _evaluation_hints(config))
     return [f"hint: {text}" for text in hints]
 
 
@@ -129,12 +129,9 @@ def _trainer_hints(config: RunConfig, parameter_count: int) -> Iterator[str]:
             f"trainer.algorithm.kl_reference_version={reference}: a new run has version 0 only, and a trainer "
             "that needs a reference refuses another one; set 0, and change it once that version is published"
         )
-
-
-def _clip_hints(config: RunConfig) -> Iterator[str]:
-    """Name a clip that cannot act. In the demo a run without one collapsed (docs/experiments.md)."""
-    algorithm, staleness = config.trainer.algorithm, Schedule.from_config(config).max_staleness
-    of_the_step = algorithm.old_logprobs in ("recompute", "current") and config.trainer.minibatches == 1
+    # A clip that cannot act: in the demo a run without one collapsed (docs/experiments.md).
+    algorithm, staleness = trainer.algorithm, Schedule.from_config(config).max_staleness
+    of_the_step = algorithm.old_logprobs in ("recompute", "current") and trainer.minibatches == 1
     if of_the_step and staleness and algorithm.loss_method.clips_ratio:
         yield (
             f"trainer.algorithm.old_logprobs={algorithm.old_logprobs} with trainer.minibatches=1: pi_old is the policy "

@@ -165,6 +165,5 @@ def parameters_text(count: int) -> str:
 
 
 def _size(count: float) -> str:
-    """Format bytes as ``9.6 GB``."""
     unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
     return f"{count / unit:,.1f} {name}"

@@ -163,7 +163,6 @@ def try_inputs(model: RunModel, late: Callable[[str], None] | None = None) -> li
 
 
 def _opened(model: RunModel, split: Split) -> tuple[RowSource, Prompt]:
-    """Open the prompts of a split, and return them with the first one."""
     config = model.config
     field = "evaluation_source" if split == "eval" and config.data.evaluation_source is not None else "source"
     try:
@@ -188,7 +187,6 @@ def _of_each_kind(config: RunConfig, source: RowSource, first: Prompt) -> list[P
 
 
 def _score_prompt(late: Callable[[str], None] | None, config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> None:
-    """Build the verifier of a prompt, and score answers with it and with its parts."""
     name = prompt.verifier or config.reward.verifier
     options = config.reward.options if name == config.reward.verifier else {}
     built = build_verifier(name, options)
