@@ -82,6 +82,11 @@ class CommandLine:
         """The train steps that have a report."""
         return [step["train_step"] for step in self.json_lines("metrics.jsonl")]
 
+    def serving(self) -> int:
+        """Generators that serve, by the last look of the timeline."""
+        looks = self.json_lines("timeline.jsonl")
+        return sum(generator["serving"] for generator in looks[-1]["generators"]) if looks else 0
+
     def trains(self, process: subprocess.Popen[str], more: int = 1) -> None:
         """Wait for further train steps."""
         wanted = len(self.steps) + more

@@ -23,11 +23,6 @@ def indexes(folder: Path, service: str) -> list[int]:
     return [endpoint.index for endpoint in read_endpoints(folder, service)]
 
 
-def serving(line) -> int:
-    looks = line.json_lines("timeline.jsonl")
-    return sum(generator["serving"] for generator in looks[-1]["generators"]) if looks else 0
-
-
 @contextmanager
 def launched(line: Any) -> Iterator[subprocess.Popen[str]]:
     """``rollmesh up``, killed if the test fails before it has stopped it."""
@@ -55,7 +50,7 @@ def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_ru
         asked = line.run("scale", str(line.folder), "generator=3", "reward=2", "rollout=2")
         assert asked.returncode == 0, asked.stderr
         assert "no launcher" not in asked.stderr
-        wait_until(lambda: serving(line) == 3, "three generators that serve", process)
+        wait_until(lambda: line.serving() == 3, "three generators that serve", process)
         wait_until(lambda: indexes(line.folder, "reward") == [0, 1], "two reward services", process)
         wait_until(lambda: indexes(line.folder, "rollout") == [0, 1], "two rollout workers", process)
         process.send_signal(signal.SIGINT)

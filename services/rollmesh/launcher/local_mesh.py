@@ -18,9 +18,15 @@ from rollmesh.launcher.evaluation_journal import EvaluationJournal
 from rollmesh.launcher.inline_services import Serve, inline_start
 from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
-from rollmesh.launcher.replica_scaler import ReplicaScaler
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.service_specs import STOP_ORDER, WORKERS, child_environment, service_specs, with_mesh_token
+from rollmesh.launcher.service_specs import (
+    STOP_ORDER,
+    WORKERS,
+    ReplicaScaler,
+    child_environment,
+    service_specs,
+    with_mesh_token,
+)
 from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.mesh import WaitReason

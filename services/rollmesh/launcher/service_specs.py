@@ -1,25 +1,37 @@
-"""Service processes of a local run: commands, environment, and order of shutdown."""
+"""Service processes of a local run: commands, environment, order of shutdown, and replicas as operators request them.
+
+wanted     the newest request in the store (``rollmesh scale``, the gateway), or the run file
+missing    start immediately
+surplus    stop one at a time per service, highest index first: SIGTERM, drain, SIGKILL after the grace period; other
+           replicas continue their rollouts
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 
 from rollmesh.checkpoints.sealing import random_once
 from rollmesh.config import RunConfig
 from rollmesh.config.load import secret_environment
-from rollmesh.config.replica_bounds import configured_replicas
+from rollmesh.config.replica_bounds import SCALABLE, check_scale, configured_replicas
+from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.supervisor import ServiceSpec
+from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
 from rollmesh.runtime.port_security import is_loopback
+from rollmesh.store.operator_settings import Scaling
 
 TOKEN_FILE = "mesh-token"
 WORKERS = ("agents", "rollout")
 """Services that hold trajectories in progress."""
 STOP_ORDER = (*WORKERS, "generator", "reward", "trainer", "gateway")
 """The sources of work stop first, so that the services behind it can drain; the gateway stops last."""
+_LEAVE_SECONDS = 2.0
 
 
 def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
@@ -102,3 +114,106 @@ def with_mesh_token(config: RunConfig, folder: RunFolder) -> RunConfig:
     random_once(file)
     secured = security.model_copy(update={"token_file": str(file), "open_metrics": True})
     return config.model_copy(update={"security": secured})
+
+
+def plan_replicas(wanted: int, present: Collection[int], leaving: Collection[int]) -> tuple[list[int], int | None]:
+    """Plan one round of one service: return the indexes to start, and the one to stop.
+
+    ``present`` are the indexes of all processes of the service; ``leaving`` are those that drain already. An index that
+    drains restarts only after its process has exited.
+    """
+    surplus = [index for index in set(present) - set(leaving) if index >= wanted]
+    missing = [index for index in range(wanted) if index not in present]
+    return missing, max(surplus) if surplus and not leaving else None
+
+
+class ReplicaScaler:
+    """Starts and stops of the replicas of one run, for the launcher that holds the run folder's lock."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        scaling: Scaling | None,
+        supervisor: Supervisor,
+        note: Callable[[str], None],
+    ) -> None:
+        """Without ``scaling`` the replicas of the run file are fixed."""
+        self._config = config
+        self._folder = folder
+        self._scaling = scaling
+        self._supervisor = supervisor
+        self._note = note
+        self._configured = configured_replicas(config)
+        self._wanted = dict(self._configured)
+        self._refused: dict[str, str] = {}
+        self._services: tuple[str, ...] = ()
+        self._environment: Mapping[str, str] = {}
+
+    async def begin(self, services: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the wanted replicas of these services; ``reconcile`` adjusts them from then on."""
+        self._environment = environment
+        self._services = tuple(service for service in SCALABLE if service in services)
+        for service, replicas in (await self._requests()).items():
+            if replicas != self._configured[service]:
+                self._note(f"{service}: {replicas} replicas, as requested (the run file: {self._configured[service]})")
+            self._wanted[service] = replicas
+        self._apply()
+
+    async def reconcile(self) -> None:
+        """Read the requests once, and start or stop the replicas that differ."""
+        if not self._services:
+            return
+        for service, replicas in (await self._requests()).items():
+            if replicas != self._wanted[service]:
+                self._note(f"{service}: {self._wanted[service]} -> {replicas} replicas")
+                self._wanted[service] = replicas
+        self._apply()
+
+    async def end(self) -> None:
+        """Stop scaling, and record in the store that no launcher applies requests any more."""
+        self._services = ()
+        if self._scaling is None:
+            return
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                await self._scaling.leave()
+
+    async def _requests(self) -> dict[str, int]:
+        """Read the wanted replicas by local service; note each impossible request once and ignore it."""
+        launcher = f"{os.uname().nodename}:{os.getpid()}"
+        requests = {} if self._scaling is None else await self._scaling.take(launcher)
+        wanted = {service: self._configured[service] for service in self._services}
+        for service in self._services:
+            if service not in requests:
+                continue
+            try:
+                check_scale(self._config, service, requests[service])
+            except ConfigError as error:
+                if self._refused.get(service) != str(error):
+                    self._note(f"not scaled: {error}")
+                self._refused[service] = str(error)
+                wanted[service] = self._wanted[service]
+            else:
+                self._refused.pop(service, None)
+                wanted[service] = requests[service]
+        return wanted
+
+    def _apply(self) -> None:
+        for service in self._services:
+            present, leaving = self._supervisor.indexes(service)
+            missing, surplus = plan_replicas(self._wanted[service], present, leaving)
+            for index in missing:
+                self._supervisor.start(service_spec(self._config, self._folder, self._environment, service, index))
+            if surplus is not None:
+                name = f"{service}-{surplus}"
+                self._supervisor.retire(name).add_done_callback(partial(self._tidy, name))
+
+    def _tidy(self, name: str, task: asyncio.Task[None]) -> None:
+        """Remove the endpoint files that a killed process leaves, so that no client connects to it."""
+        if task.cancelled():
+            return
+        for folder in ("services", "scrape"):
+            with suppress(OSError):
+                (self._folder.path / folder / f"{name}.json").unlink(missing_ok=True)
+        self._note(f"{name} drained and stopped")

@@ -23,16 +23,12 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMetrics:
-    """Input of the autoscaler at one moment."""
+    """Input of the autoscaler at one moment: replicas requested and ready, and values by signal, None without data."""
 
     now: float
-    """Seconds of a monotonic clock."""
     wanted: int
-    """Replicas requested at present."""
     ready: int
-    """Ready replicas."""
     values: Mapping[str, float | None]
-    """Values by signal; None without data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,60 +41,37 @@ class ReplicaMemory:
     """(time, added replicas) within the longest period; negative for removed ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaDecision:
-    """Result of one evaluation of the rule."""
-
-    replicas: int
-    memory: ReplicaMemory
-    reason: str
-    """Explanation for the log."""
-
-
 def next_replicas(
     rule: AutoscalingRule, memory: ReplicaMemory, metrics: ReplicaMetrics, speed_up: float = 1.0
-) -> ReplicaDecision:
+) -> tuple[int, ReplicaMemory]:
     """Compute the replicas to request now and the next state; ``speed_up`` divides all times of the rule."""
-    if metrics.wanted == 0:
-        return ReplicaDecision(
-            replicas=0, memory=ReplicaMemory(), reason="scaled to zero by an operator: autoscaling is off"
-        )
-    proposal, reason = propose(rule, metrics)
+    if metrics.wanted == 0:  # scaled to zero by an operator: autoscaling is off
+        return 0, ReplicaMemory()
     # The first evaluation proposes the current number: nothing changes before a window has passed.
     proposals = memory.proposals or ((metrics.now, metrics.wanted),)
-    proposals = (*proposals, (metrics.now, proposal))
+    proposals = (*proposals, (metrics.now, propose(rule, metrics)))
     steady = _stabilised(rule, proposals, metrics, speed_up)
     replicas = _limited(rule, memory.changes, steady, metrics, speed_up)
-    if replicas != proposal:
-        reason += f"; {replicas} for now"
-    changes = (
-        memory.changes if replicas == metrics.wanted else (*memory.changes, (metrics.now, replicas - metrics.wanted))
-    )
-    return ReplicaDecision(
-        replicas=replicas,
-        memory=ReplicaMemory(
-            proposals=_since(proposals, metrics.now - _longest_window(rule) / speed_up),
-            changes=_since(changes, metrics.now - _longest_period(rule) / speed_up),
-        ),
-        reason=reason,
+    changes = memory.changes
+    if replicas != metrics.wanted:
+        changes = (*changes, (metrics.now, replicas - metrics.wanted))
+    directions = (rule.behavior.scaleUp, rule.behavior.scaleDown)
+    window = max(direction.stabilizationWindowSeconds for direction in directions)
+    period = max(policy.periodSeconds for direction in directions for policy in direction.policies)
+    return replicas, ReplicaMemory(
+        proposals=_since(proposals, metrics.now - window / speed_up),
+        changes=_since(changes, metrics.now - period / speed_up),
     )
 
 
-def propose(rule: AutoscalingRule, metrics: ReplicaMetrics) -> tuple[int, str]:
-    """Return the largest proposal of the signals within the bounds, and an explanation."""
+def propose(rule: AutoscalingRule, metrics: ReplicaMetrics) -> int:
+    """Return the largest proposal of the signals within the bounds; the present number without data or replicas."""
     known = {s.name: v for s in rule.signals if (v := metrics.values.get(s.name)) is not None and math.isfinite(v)}
-    missing = [s.name for s in rule.signals if s.name not in known]
-    if not known:
-        return metrics.wanted, f"{metrics.wanted}: no signal has data"
-    if not metrics.ready:
-        return metrics.wanted, f"{metrics.wanted}: no replica is ready yet"
-    proposals = {s.name: _proposal(s, known[s.name], metrics) for s in rule.signals if s.name in known}
-    winner = max(proposals, key=lambda name: proposals[name])
-    replicas = min(max(proposals[winner], rule.minReplicas), rule.maxReplicas)
-    words = ", ".join(f"{name} {known[name]:.2f} -> {proposals[name]}" for name in proposals)
-    if missing and replicas < metrics.wanted:
-        return metrics.wanted, f"{metrics.wanted}: {words}, but no scale-down while {', '.join(missing)} has no data"
-    return replicas, f"{replicas}: {words}"
+    if not known or not metrics.ready:
+        return metrics.wanted
+    largest = max(_proposal(s, known[s.name], metrics) for s in rule.signals if s.name in known)
+    replicas = min(max(largest, rule.minReplicas), rule.maxReplicas)
+    return replicas if len(known) == len(rule.signals) else max(replicas, metrics.wanted)
 
 
 def _proposal(signal: Signal, value: float, metrics: ReplicaMetrics) -> int:
@@ -155,14 +128,6 @@ def _limits(
             share = before * (1 + sign * policy.value / 100)
             limits.append(math.ceil(share - _ROUNDING) if sign > 0 else math.floor(share + _ROUNDING))
     return limits
-
-
-def _longest_window(rule: AutoscalingRule) -> int:
-    return max(d.stabilizationWindowSeconds for d in (rule.behavior.scaleUp, rule.behavior.scaleDown))
-
-
-def _longest_period(rule: AutoscalingRule) -> int:
-    return max(p.periodSeconds for d in (rule.behavior.scaleUp, rule.behavior.scaleDown) for p in d.policies)
 
 
 def _since(entries: Sequence[tuple[float, int]], start: float) -> tuple[tuple[float, int], ...]:

@@ -38,51 +38,40 @@ class Signal(Section):
 
 
 class ScalingPolicy(Section):
-    """Maximum change of the replicas within a period."""
+    """Maximum change of the replicas within a period, as a number or in percent of those at its start."""
 
     type: Literal["Pods", "Percent"]
-    """Pods: a number of replicas; Percent: a share of the replicas at the start of the period."""
     value: int = Field(ge=1)
-    """Number of replicas, or percent."""
     periodSeconds: int = Field(ge=1, le=1800)
-    """Length of the period."""
 
 
 class ScalingDirection(Section):
-    """Rules of one direction, as in autoscaling/v2."""
+    """Rules of one direction: the most cautious proposal of the window counts, and Max the policy of most change."""
 
     stabilizationWindowSeconds: int = Field(ge=0, le=3600)
-    """Window over which the most cautious proposal counts."""
     selectPolicy: Literal["Max", "Min", "Disabled"] = "Max"
-    """Policy that counts: Max allows the largest change, Min the smallest, Disabled none."""
     policies: list[ScalingPolicy] = Field(min_length=1)
-    """Limits of the change within a period."""
 
 
 class ScalingBehavior(Section):
     """Rules of both directions."""
 
     scaleUp: ScalingDirection
-    """Rules for more replicas."""
     scaleDown: ScalingDirection
-    """Rules for fewer replicas."""
 
 
 class AutoscalingRule(Section):
-    """Autoscaling rule of one service. Field names are those of Kubernetes' autoscaling/v2."""
+    """Autoscaling rule of one service: the largest proposal of its signals counts.
+
+    Field names are those of Kubernetes' autoscaling/v2; ``window`` is the time range of the queries, for example 5m.
+    """
 
     service: Literal["generator", "reward", "rollout"]
-    """Service that is scaled."""
     minReplicas: int = Field(ge=1, le=MOST_REPLICAS)
-    """Minimum number of replicas."""
     maxReplicas: int = Field(ge=1, le=MOST_REPLICAS)
-    """Maximum number of replicas."""
     window: str = Field(pattern=_DURATION.pattern)
-    """Time range of the queries, for example 5m."""
     signals: list[Signal] = Field(min_length=1)
-    """Signals that propose replicas; the largest proposal counts."""
     behavior: ScalingBehavior
-    """Rate limits of the changes."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
@@ -93,15 +82,10 @@ class AutoscalingRule(Section):
             raise ValueError(f"signals: names must differ, got {', '.join(names)}")
         return self
 
-    @property
-    def window_seconds(self) -> int:
-        """Length of the window in seconds."""
-        number, unit = _DURATION.findall(self.window)[0]
-        return int(number) * _SECONDS[unit]
-
     def query(self, signal: Signal, selector: str, speed_up: float = 1.0) -> str:
         """Return a signal's query for one run; ``speed_up`` shortens the window."""
-        window = max(1000, round(1000 * self.window_seconds / speed_up))
+        number, unit = _DURATION.findall(self.window)[0]
+        window = max(1000, round(1000 * int(number) * _SECONDS[unit] / speed_up))
         return signal.query.replace("$window", f"{window}ms").replace("$selector", selector)
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +22,11 @@ from typing import Any
 import httpx
 import yaml
 
-from rollmesh.config.recipes import recipe_file
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 
-from ...kit.waiting import until
+from ...e2e.conftest import until, write_small_run
+from ...kit import waiting
 from .conftest import tool
 from .rule_files import ALERTS, RECORDING
 
@@ -47,6 +46,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "evaluation": {"before_and_after": False, "every_versions": 5, "prompt_count": 8},
     "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
     "agents": {"enabled": True},
+    "gateway": {"enabled": True},
     "curriculum": {"planner": "quorum", "planner_options": {"share": 0.75}},
 }
 """A run that never ends by itself: two generators, evaluations on the way, groups that a planner closes."""
@@ -86,28 +86,17 @@ class Mesh:
 @contextmanager
 def running_mesh(parent: Path) -> Iterator[Mesh]:
     """``rollmesh up`` until the end of the test."""
-    demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
-    sections = {name: {**demo.get(name, {}), **fields} for name, fields in SECTIONS.items()}
-    mesh = Mesh(parent / "run")
-    file = parent / "run.yaml"
-    file.write_text(yaml.safe_dump({**demo, **sections, "name": RUN, "folder": str(mesh.folder)}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with (parent / "up.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollmesh.cli.main", "up", str(file)], stdout=log, stderr=log, env=environment
-        )
+    line = write_small_run(parent, name=RUN, **SECTIONS)
+    mesh = Mesh(line.folder)
+    with (parent / "up.log").open("w") as log:
+        process = line.start("up", str(line.run_file), output=log)
         try:
+            what = "the first train step, the gateway and the agents service"
             until(
-                lambda: (
-                    process.poll() is not None
-                    or (
-                        (mesh.folder / "metrics.jsonl").exists()
-                        and bool(mesh.endpoints("gateway") and mesh.endpoints("agents"))
-                    )
-                ),
-                lambda: f"the first train step, the gateway and the agents service:\n{(parent / 'up.log').read_text()}",
+                lambda: bool(line.steps and mesh.endpoints("gateway") and mesh.endpoints("agents")),
+                f"{what}: {parent / 'up.log'}",
+                process,
             )
-            assert process.poll() is None, (parent / "up.log").read_text()
             yield mesh
         finally:
             if process.poll() is None:
@@ -211,7 +200,7 @@ def watching(mesh: Mesh, parent: Path, hold: str) -> Iterator[tuple[Prometheus, 
         command = [binary, f"--config.file={parent / 'prometheus.yaml'}", f"--storage.tsdb.path={parent / 'tsdb'}"]
         with _started(parent / "prometheus.log", *command, f"--web.listen-address={address}"):
             prometheus = Prometheus(f"http://{address}")
-            until(lambda: _ready(prometheus.url), lambda: (parent / "prometheus.log").read_text())
+            waiting.until(lambda: _ready(prometheus.url), lambda: (parent / "prometheus.log").read_text())
             yield prometheus, notifications
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.launcher.exit_reason import exit_reason
+from rollmesh.launcher.supervisor import exit_reason
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, many_imports
 
 SERVICE = """

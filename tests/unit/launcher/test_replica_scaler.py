@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.launcher.replica_scaler import plan_replicas
+from rollmesh.launcher.service_specs import plan_replicas
 
 
 def test_missing_replicas_start_at_once_and_surplus_ones_leave_from_the_top() -> None:
