@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -37,7 +36,6 @@ from rollmesh.trainer.learner.policy_files import ScoreSequences
 from rollmesh.trainer.service.leading_rank import LeadingRank
 from rollmesh.types import Float32Array, Int32Array, PolicyRecord
 
-T = TypeVar("T")
 WritePolicy = Callable[[], Awaitable[PolicyRecord]]
 """Function that writes the folder of a copied policy, in other threads."""
 

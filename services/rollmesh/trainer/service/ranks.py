@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -195,10 +195,6 @@ class RankCoordinator:
         )
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
 class TorchExecutor(ThreadPoolExecutor):
     """Executor with one thread, for every torch call of this process, in order."""
 
@@ -210,7 +206,7 @@ class TorchExecutor(ThreadPoolExecutor):
         """Tell whether a call runs or waits for the thread."""
         return bool(self._pending)
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = super().submit(fn, *args, **kwargs)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

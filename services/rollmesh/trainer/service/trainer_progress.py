@@ -46,15 +46,6 @@ class GeneratedTokens:
             return None
         return trained_tokens / self.total
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a copy for the trainer state. ``seen`` is a list of pairs, because the state sorts object keys."""
-        return {"total": self.total, "seen": [list(pair) for pair in self.seen.items()]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Restore from ``to_json``."""
-        return cls(total=data["total"], seen=dict(data["seen"]))
-
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
@@ -79,15 +70,18 @@ class Progress:
 
     def to_extra(self) -> dict[str, Any]:
         """Return JSON values for the trainer state."""
-        return {"progress": {**asdict(self), "generated": self.generated.to_json()}}
+        # Pairs, because the state sorts the keys of objects.
+        generated = {"total": self.generated.total, "seen": [list(pair) for pair in self.generated.seen.items()]}
+        return {"progress": {**asdict(self), "generated": generated}}
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> Self:
         """Restore from ``to_extra``; an empty mapping gives the progress of the initial model."""
         if not extra:
             return cls()
-        values = extra["progress"]
-        return cls(**{**values, "generated": GeneratedTokens.from_json(values["generated"])})
+        values, generated = extra["progress"], extra["progress"]["generated"]
+        restored = GeneratedTokens(total=generated["total"], seen=dict(generated["seen"]))
+        return cls(**{**values, "generated": restored})
 
     def count_updates(self, applied: int, trailing_skipped: int) -> None:
         """Count the updates of one train step."""

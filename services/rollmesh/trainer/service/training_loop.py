@@ -34,7 +34,7 @@ from collections.abc import Awaitable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import RollmeshError, StoreUnavailable, TrainingDiverged
@@ -56,8 +56,6 @@ from rollmesh.trainer.service.trainer_metrics import DECILES, dropped_by_decile,
 from rollmesh.trainer.service.trainer_progress import EngineWork, Progress
 from rollmesh.trainer.service.training_session import LOOP_NAME
 from rollmesh.types import GeneratorRecord
-
-T = TypeVar("T")
 
 _CLAIM_SECONDS = 5.0
 _KEPT_STATES = 2

@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from ....kit.made_batches import write_random_model
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.types import Trajectory
+
+from ....kit.made_batches import VOCAB, write_random_model
+from ....kit.trainer_reference import weights_of
 
 ModelMaker = Callable[..., Path]
+
+VERSIONS = {version: version for version in range(20)}
+"""Each train step published the version of its number."""
+IDS = [np.random.default_rng(3).integers(0, VOCAB, n).astype(np.int32) for n in (9, 17)]
+
+
+def response_scores(scorer: PolicyTrainer | PolicyScorer, member: Trajectory) -> np.ndarray:
+    """Log-probabilities of the response of a trajectory."""
+    ids = np.concatenate([member.prompt.token_ids, member.response_ids]).astype(np.int32)
+    return scorer.logprobs([ids])[0][len(member.prompt.token_ids) - 1 :]
+
+
+def exported(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
+    trainer.export(folder)
+    return weights_of(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -19,14 +19,12 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import Batch, Trajectory
+from rollmesh.types import Batch
 
-from ....kit.made_batches import VOCAB, batch_of, policy_segment, random_batch, trajectory
-from .conftest import ModelMaker
+from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory
+from .conftest import IDS, VERSIONS, ModelMaker, response_scores
 
 ADAPTER = AdapterConfig(rank=4, alpha=8)
-VERSIONS = {version: version for version in range(8)}
-IDS = [np.random.default_rng(3).integers(0, VOCAB, n).astype(np.int32) for n in (9, 17)]
 
 
 def make(
@@ -170,11 +168,6 @@ def mixed_batch(train_step: int) -> Batch:
         trajectory("m.1", [policy_segment(rng, 4, 1), policy_segment(rng, 5, 2)], 0.0),
     ]
     return batch_of(members, train_step=train_step)
-
-
-def response_scores(trainer: PolicyTrainer, member: Trajectory) -> np.ndarray:
-    ids = np.concatenate([member.prompt.token_ids, member.response_ids]).astype(np.int32)
-    return trainer.logprobs([ids])[0][len(member.prompt.token_ids) - 1 :]
 
 
 @contextmanager

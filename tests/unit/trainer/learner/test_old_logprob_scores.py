@@ -22,7 +22,7 @@ from rollmesh.trainer.learner.token_explanation import TokenExplanation
 from rollmesh.types import Batch, Trajectory
 
 from ....kit.made_batches import batch_of, policy_segment, trajectory
-from .conftest import ModelMaker
+from .conftest import ModelMaker, response_scores
 
 VERSIONS = {0: 0, 1: 1, 2: 2}
 
@@ -69,8 +69,7 @@ def scorer(folder: Path) -> PolicyScorer:
 
 
 def score(folder: Path, member: Trajectory) -> np.ndarray:
-    ids = np.concatenate([member.prompt.token_ids, member.response_ids]).astype(np.int32)
-    return scorer(folder).logprobs([ids])[0][len(member.prompt.token_ids) - 1 :]
+    return response_scores(scorer(folder), member)
 
 
 def explained(trainer: PolicyTrainer, batch: Batch) -> list[TokenExplanation]:

@@ -16,10 +16,9 @@ from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
 from ....kit.made_batches import random_batch
-from ....kit.trainer_reference import largest_difference, weights_of
-from .conftest import ModelMaker
+from ....kit.trainer_reference import largest_difference
+from .conftest import VERSIONS, ModelMaker, exported
 
-VERSIONS = {v: v for v in range(8)}
 BATCH = random_batch(11, groups=5, train_step=3, versions=3)
 
 
@@ -39,11 +38,6 @@ def trainer_at_step_two(folder: Path, dtype: torch.dtype, **algorithm: Any) -> P
 
 def rms_norm(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
-
-
-def weights(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
-    trainer.export(folder)
-    return weights_of(folder)
 
 
 def first_moments(trainer: PolicyTrainer) -> torch.Tensor:
@@ -112,7 +106,7 @@ def test_a_batch_that_is_not_the_one_of_the_parts_is_computed_whole(
         parts.restore_extra(parts.state_extra())
     assert parts.train(batch, VERSIONS, settings).groups_before_cut == 0
     whole.train(batch, VERSIONS, settings)
-    assert largest_difference(weights(parts, tmp_path / "parts"), weights(whole, tmp_path / "whole")) == 0.0
+    assert largest_difference(exported(parts, tmp_path / "parts"), exported(whole, tmp_path / "whole")) == 0.0
 
 
 def test_a_part_that_cannot_be_trained_on_drops_the_parts_before_it(make_model: ModelMaker, tmp_path: Path) -> None:
@@ -124,4 +118,4 @@ def test_a_part_that_cannot_be_trained_on_drops_the_parts_before_it(make_model: 
     assert parts.accumulated_group_ids == frozenset()
     assert parts.train(BATCH, VERSIONS).groups_before_cut == 0
     whole.train(BATCH, VERSIONS)
-    assert largest_difference(weights(parts, tmp_path / "parts"), weights(whole, tmp_path / "whole")) == 0.0
+    assert largest_difference(exported(parts, tmp_path / "parts"), exported(whole, tmp_path / "whole")) == 0.0

@@ -39,14 +39,10 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Float32Array
 
-from ....kit.made_batches import SHAPE, VOCAB, random_batch
-from .conftest import ModelMaker
+from ....kit.made_batches import SHAPE, random_batch
+from .conftest import IDS, VERSIONS, ModelMaker
 
 ADAPTERS = {"full": None, "adapter": AdapterConfig(rank=4, alpha=8, dropout=0.3)}
-
-VERSIONS = {version: version for version in range(20)}
-
-IDS = [np.random.default_rng(3).integers(0, VOCAB, n).astype(np.int32) for n in (9, 17)]
 
 
 def make(folder: Path, kind: str = "full", dtype: str = "float32", **fields: object) -> PolicyTrainer:

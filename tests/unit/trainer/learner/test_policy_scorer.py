@@ -25,10 +25,8 @@ from rollmesh.trainer.learner.policy_files import WriteWeights
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer, write_merged
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
-from ....kit.made_batches import VOCAB, random_batch
-from .conftest import ModelMaker
-
-IDS = [np.random.default_rng(3).integers(0, VOCAB, n).astype(np.int32) for n in (9, 17)]
+from ....kit.made_batches import random_batch
+from .conftest import IDS, ModelMaker
 
 CANARY = [CanarySequence(token_ids=[1, 2], logprobs=[-1.0])]
 

@@ -20,9 +20,7 @@ from rollmesh.types import Batch
 
 from ....kit.made_batches import random_batch
 from ....kit.trainer_reference import largest_difference, weights_of
-from .conftest import ModelMaker
-
-VERSIONS = {v: v for v in range(8)}
+from .conftest import VERSIONS, ModelMaker
 
 
 def trainer_of(folder: Path, reference: Path | None = None, *, minibatches: int = 1, **algorithm: Any) -> PolicyTrainer:

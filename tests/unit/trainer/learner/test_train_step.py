@@ -19,11 +19,10 @@ from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Segment, Trajectory
 
 from ....kit.made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
-from ....kit.trainer_reference import ReferenceTrainer, largest_difference, weights_of
-from .conftest import ModelMaker
+from ....kit.trainer_reference import ReferenceTrainer, largest_difference
+from .conftest import VERSIONS, ModelMaker, exported
 
 RATE = 1e-2
-VERSIONS = {v: v for v in range(8)}
 
 
 def exact_trainer(folder: Path, **overrides: Any) -> PolicyTrainer:
@@ -31,11 +30,6 @@ def exact_trainer(folder: Path, **overrides: Any) -> PolicyTrainer:
     algorithm = AlgorithmConfig(**{"dual_clip": 3.0, **overrides.pop("algorithm", {})})
     config = TrainerConfig(learning_rate=RATE, max_grad_norm=0.5, algorithm=algorithm, **overrides)
     return PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64, **keep)
-
-
-def weights(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
-    trainer.export(folder)
-    return weights_of(folder)
 
 
 def with_own_logprobs(trainer: PolicyTrainer, batch: Batch) -> Batch:
@@ -89,7 +83,7 @@ def test_three_steps_equal_the_reference_in_float64(
     for batch, loss, norm in reference_run.steps:
         report = trainer.train(batch, VERSIONS)
         assert report.loss == pytest.approx(loss, abs=1e-10) and report.grad_norm == pytest.approx(norm, rel=1e-9)
-    assert largest_difference(weights(trainer, tmp_path), reference_run.weights) < 1e-10
+    assert largest_difference(exported(trainer, tmp_path), reference_run.weights) < 1e-10
 
 
 def test_a_batch_whose_trajectories_exceed_the_token_budget_is_scored_and_trained_without_empty_passes(
@@ -125,7 +119,7 @@ def test_masked_old_segments_change_the_numerator_only(make_model: ModelMaker, t
     loss, _ = reference.step(batch, oldest_version=2)
     assert report.loss == pytest.approx(loss, abs=1e-10)
     assert 0 < report.batch.masked_fraction < 1 and report.batch.trajectory_staleness.max == 1
-    assert largest_difference(weights(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
+    assert largest_difference(exported(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
 
 
 def test_environment_tokens_condition_the_policy_and_carry_no_loss(make_model: ModelMaker) -> None:
@@ -167,7 +161,7 @@ def test_gradient_checkpointing_changes_nothing(make_model: ModelMaker, tmp_path
     for checkpointing in (False, True):
         trainer = exact_trainer(folder, gradient_checkpointing=checkpointing)
         trainer.train(batch, {0: 0})
-        results.append(weights(trainer, tmp_path / str(checkpointing)))
+        results.append(exported(trainer, tmp_path / str(checkpointing)))
     assert largest_difference(*results) < 1e-14
 
 
@@ -184,7 +178,7 @@ def test_a_replayed_step_gives_the_same_weights_bit_for_bit(make_model: ModelMak
         trainer = exact_trainer(make_model("llama"), minibatches=2)
         for step in (1, 2):
             trainer.train(random_batch(step, train_step=step), VERSIONS)
-        results.append(weights(trainer, tmp_path / run))
+        results.append(exported(trainer, tmp_path / run))
     assert largest_difference(*results) == 0
 
 
@@ -201,7 +195,7 @@ def test_state_filled_into_a_fresh_trainer_continues_the_same_run(make_model: Mo
         tensor.copy_(first.state_tensors()[name])
     second.restore_extra(json.loads(json.dumps(first.state_extra())))
     second.train(batches[2], VERSIONS)
-    assert largest_difference(weights(steady, tmp_path / "steady"), weights(second, tmp_path / "second")) == 0
+    assert largest_difference(exported(steady, tmp_path / "steady"), exported(second, tmp_path / "second")) == 0
 
 
 def test_the_report_is_plain_json(make_model: ModelMaker) -> None:

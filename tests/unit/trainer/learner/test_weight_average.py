@@ -20,9 +20,7 @@ from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.types import Batch
 
 from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory
-from .conftest import ModelMaker
-
-VERSIONS = {v: v for v in range(9)}
+from .conftest import VERSIONS, ModelMaker, response_scores
 
 
 def make(folder: Path, reset_below: float = 0.0, rate: float = 3e-2, **algorithm: Any) -> PolicyTrainer:
@@ -74,7 +72,8 @@ def test_ratios_are_one_against_the_first_weights_and_then_against_the_average(
     _write(trainer, folder, averaged, average(trainer))
     trainer.export(current)
     report = trainer.train(batch_of(members, train_step=3), VERSIONS)
-    ratios = np.concatenate([np.exp(_score(current, m) - _score(averaged, m)) for m in members])
+    now, then = (PolicyScorer.from_folder(folder) for folder in (current, averaged))
+    ratios = np.concatenate([np.exp(response_scores(now, m) - response_scores(then, m)) for m in members])
     assert report.policy.ratio.mean == pytest.approx(ratios.mean(), abs=1e-5)
     assert report.policy.ratio.max == pytest.approx(ratios.max(), abs=1e-5)
     assert report.policy.old_logprob_fallbacks == {}
@@ -165,8 +164,3 @@ def _write(trainer: PolicyTrainer, source: Path, folder: Path, values: dict[str,
         if name.startswith("model."):
             tensor.copy_(values[name.removeprefix("model.")])
     twin.export(folder)
-
-
-def _score(folder: Path, member: Any) -> np.ndarray:
-    ids = np.concatenate([member.prompt.token_ids, member.response_ids]).astype(np.int32)
-    return PolicyScorer.from_folder(folder).logprobs([ids])[0][len(member.prompt.token_ids) - 1 :]
