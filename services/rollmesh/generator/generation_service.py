@@ -234,7 +234,6 @@ class CallTrace:
         self._tokens += len(chunk.token_ids)
 
     def end(self, ended: str) -> None:
-        """End the span; ``ended`` is the end reason as in ``generator_metrics.CALL_ENDS``."""
         self._span.set(tokens=self._tokens, policy_versions=self._policy_versions, ended=ended)
         if ended in ("failed", "invalid"):
             self._span.fail(ended)

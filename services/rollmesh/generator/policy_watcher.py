@@ -262,7 +262,6 @@ class ReloadTurns:
                 await self._leases.end(token)
 
     def clear(self) -> None:
-        """Stop waiting, because there is nothing to load any more."""
         self._waiting_since = None
         self._metrics.reload_waiting.set(0)
 

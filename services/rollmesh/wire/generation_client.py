@@ -77,7 +77,6 @@ class GenerationClient:
             stream.cancel()
 
     async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
-        """End these calls (empty: all) as ``interrupted`` with their current tokens; returns the number ended."""
         response = await self._send(record, "Interrupt", pb.InterruptRequest(trajectory_ids=trajectory_ids))
         return int(response.interrupted_count)
 

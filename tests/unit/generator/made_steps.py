@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rollmesh.generator.engines.torch.architecture import read_architecture
+from rollmesh.generator.engines.torch.decode_step import Capture, Stepper
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kv_cache import KvCache
 from rollmesh.generator.engines.torch.weights import load_weights
@@ -51,3 +52,6 @@ class StepBench:
     def tokens(self, seed: int, rows: int) -> torch.Tensor:
         """Input tokens of one step, int64 [rows]."""
         return torch.from_numpy(np.random.default_rng(seed).integers(0, VOCAB, rows)).to(self.model.device)
+
+    def stepper(self, capture: Capture = lambda work: work, *, padded: bool = True) -> Stepper:
+        return Stepper(self.model, self.cache, SLOTS, padded=padded, capture=capture)

@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from rollmesh.config.run import RunConfig
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.decode_step import Stepper, bucket
+from rollmesh.generator.engines.torch.decode_step import bucket
 from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply
 from rollmesh.generator.engines.torch.weights import load_weights
 
 from ...kit.generation import collect, make_call, prompt_ids
 from .conftest import CONFIGS
-from .made_steps import CPU, SLOTS, StepBench
+from .made_steps import CPU, StepBench
 
 
 @pytest.fixture(params=[TorchMultiply, NumpyMultiply])
@@ -33,10 +33,6 @@ def bench_of(model_folder, monkeypatch, request):
 
     with torch.inference_mode():
         yield make
-
-
-def as_it_is(work):
-    return work
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -59,10 +55,7 @@ def test_padded_logits_equal_plain_ones(bench_of, lengths):
     plain, padded = bench_of("qwen2-untied-grouped"), bench_of("qwen2-untied-grouped")
     rows = plain.fill(lengths)
     padded.fill(lengths)
-    steppers = (
-        Stepper(plain.model, plain.cache, SLOTS),
-        Stepper(padded.model, padded.cache, SLOTS, padded=True, capture=as_it_is),
-    )
+    steppers = plain.stepper(padded=False), padded.stepper()
     assert min(stepper.prepare(rows) for stepper in steppers) >= 1
     tokens = plain.tokens(0, len(lengths))
     wanted, found = (stepper.logits(tokens).clone() for stepper in steppers)
@@ -76,7 +69,7 @@ def test_a_padded_step_writes_one_position_of_every_live_row_and_nothing_else_of
     # The block is larger than what is in use, so there are rows to pad with.
     assert [tier.row_capacity for tier in bench.cache.tiers] == [4, 4]
     before = {slot: tuple(t.clone() for t in bench.cache.read(slot, 1000)) for slot in range(5)}
-    stepper = Stepper(bench.model, bench.cache, SLOTS, padded=True, capture=as_it_is)
+    stepper = bench.stepper()
     assert stepper.prepare(rows) == 2
     for step in range(2):
         stepper.logits(bench.tokens(step, 5))
@@ -97,7 +90,7 @@ def test_what_scratch_rows_hold_does_not_reach_a_call(bench_of):
         for tier in bench.cache.tiers:
             beyond = slice(tier.rows(0, len(tier.slots)).stop, None)
             tier.keys[:, beyond] = tier.values[:, beyond] = garbage
-        stepper = Stepper(bench.model, bench.cache, SLOTS, padded=True, capture=as_it_is)
+        stepper = bench.stepper()
         stepper.prepare(rows)
         found.append([stepper.logits(bench.tokens(step, 3)).clone() for step in range(2)])
     torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
@@ -106,14 +99,14 @@ def test_what_scratch_rows_hold_does_not_reach_a_call(bench_of):
 def test_a_call_that_takes_a_scratch_row_sees_none_of_what_padding_wrote(bench_of):
     used, fresh = bench_of(), bench_of()
     lengths = [5, 17, 30]
-    stepper = Stepper(used.model, used.cache, SLOTS, padded=True, capture=as_it_is)
+    stepper = used.stepper()
     stepper.prepare(used.fill(lengths))
     for step in range(2):
         stepper.logits(used.tokens(step, 3))
     for slot in range(3):
         used.cache.remove(slot)
     again = [9, 3, 28, 4]
-    wanted = Stepper(fresh.model, fresh.cache, SLOTS, padded=True, capture=as_it_is)
+    wanted = fresh.stepper()
     rows = fresh.fill(again)
     wanted.prepare(rows)
     used.fill(again)
@@ -125,7 +118,7 @@ def test_a_call_that_takes_a_scratch_row_sees_none_of_what_padding_wrote(bench_o
 def test_one_static_step_serves_every_set_of_rows_in_its_buckets(bench_of):
     bench = bench_of()
     captured = []
-    stepper = Stepper(bench.model, bench.cache, SLOTS, padded=True, capture=lambda work: captured.append(work) or work)
+    stepper = bench.stepper(lambda work: captured.append(work) or work)
     lengths = [5, 17, 30]
     rows = bench.fill(lengths)
     for _ in range(3):
@@ -152,7 +145,7 @@ def test_a_capture_is_not_replayed_after_the_block_has_moved(bench_of):
 
         return replay
 
-    stepper = Stepper(bench.model, bench.cache, SLOTS, padded=True, capture=capture)
+    stepper = bench.stepper(capture)
     lengths = [5, 6, 7, 8]
     bench.fill(lengths)
     for slot in (4, 5, 6):
@@ -174,7 +167,7 @@ def test_the_next_replay_computes_with_weights_that_were_swapped_in_place(bench_
     def addresses():
         return [t.data_ptr() for t in bench.model.weights.tensors()]
 
-    stepper = Stepper(bench.model, bench.cache, SLOTS, padded=True, capture=as_it_is)
+    stepper = bench.stepper()
     rows = bench.fill([5, 17, 30])
     stepper.prepare(rows)
     before = stepper.logits(bench.tokens(0, 3)).clone()
@@ -183,7 +176,7 @@ def test_the_next_replay_computes_with_weights_that_were_swapped_in_place(bench_
     assert addresses() == at
     stepper.prepare(rows)
     after = stepper.logits(bench.tokens(0, 3)).clone()
-    wanted = Stepper(other.model, other.cache, SLOTS)
+    wanted = other.stepper(padded=False)
     wanted.prepare(other.fill([5, 17, 30]))
     torch.testing.assert_close(after, wanted.logits(bench.tokens(0, 3)), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(before, after, atol=1e-2)
@@ -208,7 +201,7 @@ async def test_a_padded_engine_takes_new_weights_under_running_calls(engine_of, 
 def test_the_static_steps_kept_are_bounded(bench_of, monkeypatch):
     monkeypatch.setattr("rollmesh.generator.engines.torch.decode_step._MAX_STEPS", 2)
     bench = bench_of()
-    stepper = Stepper(bench.model, bench.cache, SLOTS, padded=True, capture=as_it_is)
+    stepper = bench.stepper()
     lengths: list[int] = [5, 5, 5, 5, 5, 5, 5, 5]
     bench.fill(lengths)
     for slot in range(7):

@@ -22,10 +22,7 @@ def test_replayed_steps_equal_the_same_steps_launched_one_by_one(model_folder):
     device = torch.device("cuda")
     with torch.inference_mode():
         replayed, launched = (StepBench(model_folder("qwen2"), device=device) for _ in range(2))
-        steppers = (
-            Stepper(replayed.model, replayed.cache, SLOTS, padded=True),
-            Stepper(launched.model, launched.cache, SLOTS, padded=True, capture=lambda work: work),
-        )
+        steppers = Stepper(replayed.model, replayed.cache, SLOTS, padded=True), launched.stepper()
         lengths = [5, 17, 30]
         rows = [bench.fill(lengths) for bench in (replayed, launched)]
         new_weights = load_weights(model_folder("qwen2", seed=1), replayed.arch, torch.float32, CPU)

@@ -17,6 +17,7 @@ from rollmesh.types import FinishReason, VersionNeed
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
 from ...kit.generation import VOCAB, collect, make_call
+from ...kit.waiting import reached
 from .served_engine import despite_stalls, served
 
 LIMITS = {"vocab_size": VOCAB, "max_context_tokens": 256, "chunk_token_count": 60}
@@ -33,8 +34,7 @@ async def test_a_call_that_waits_for_a_slot_or_has_a_long_chunk_is_not_given_up(
             async def sample() -> list[tuple[ActiveTrajectory, FinishReason]]:
                 async with asyncio.TaskGroup() as group:
                     first = group.create_task(workers[0].sample("t0", 60))
-                    while not engine.status().running_count:  # before, a second call would be refused
-                        await asyncio.sleep(0.001)
+                    await reached(lambda: engine.status().running_count)  # before, a second call would be refused
                     second = group.create_task(workers[1].sample("t1", 60))
                 return [first.result(), second.result()]
 
@@ -60,9 +60,7 @@ async def test_a_call_of_an_engine_that_hangs_is_given_up_after_the_chunk_timeou
         worker = await generator.worker()
         sampling = asyncio.create_task(worker.sample("t", 60))
         try:
-            async with asyncio.timeout(60):
-                while not worker.ended("hung"):
-                    await asyncio.sleep(0.01)
+            await reached(lambda: worker.ended("hung"))
         finally:
             await cancel_and_wait(sampling)
             go_on.set()
@@ -74,9 +72,7 @@ async def test_an_empty_chunk_has_the_version_that_the_call_accepts_and_a_refusa
     engine = await engine_of(slots=1, pace=[[1, STEP_SECONDS]])
     async with served(engine, **LIMITS, chunk_timeout_seconds=0.5) as generator:
         running = asyncio.create_task(collect(engine, make_call("running", max_new_token_count=240)))
-        async with asyncio.timeout(60):
-            while not engine.status().running_count:
-                await asyncio.sleep(0.001)
+        await reached(lambda: engine.status().running_count)
         waiting = generator.client.generate(generator.record, make_call("waiting"), VersionNeed(pinned_version=0))
         empty = await anext(waiting)
         assert (len(empty.token_ids), empty.finish_reason) == (0, None)

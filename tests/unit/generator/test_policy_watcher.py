@@ -190,9 +190,7 @@ async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(w
     engine.may_load.clear()
     asked = asyncio.create_task(watcher.load_version(1))
     await reached(lambda: engine.paused)
-    asked.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asked
+    await cancel_and_wait(asked)
     assert engine.paused and engine.told == ["start 0"]
     engine.may_load.set()
     await watcher.load_version(1)  # waits for the one under way, and finds nothing left to do

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -263,9 +262,7 @@ async def test_an_interrupt_does_not_wait_for_calls_that_were_given_up(server, s
     await reached(lambda: server.count("/generate") == 1)
     interrupt = asyncio.create_task(engine.interrupt(["gone"]))
     await reached(lambda: server.count("/abort_request") == 1)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    await cancel_and_wait(task)
     async with asyncio.timeout(60):
         assert await interrupt == 1
 
@@ -275,9 +272,7 @@ async def test_what_a_cancelled_load_left_behind_is_never_delivered(server, star
     server.deaf_update = True
     load = asyncio.create_task(engine.load(tmp_path / "policy", 1, OnNewVersion.INTERRUPT))
     await reached(lambda: server.version == "1")
-    load.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await load
+    await cancel_and_wait(load)
     server.deaf_update = False
     call = asyncio.create_task(collect(engine, make_call()))
     await reached(lambda: server.count("/generate") >= 2)

@@ -169,7 +169,6 @@ class SlotQueue:
         self._since = now
 
     def status(self) -> EngineStatus:
-        """Return the load and the counters until now."""
         self.account()
         return EngineStatus(
             running_count=len(self._running),

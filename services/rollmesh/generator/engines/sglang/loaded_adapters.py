@@ -51,7 +51,6 @@ class LoadedAdapters:
         self.layers, self.base_version = adapted_layers(tensors, self.settings.config), version
 
     def has(self, version: int) -> bool:
-        """Tell whether slices may name a version."""
         return version == self.base_version or version in self._names
 
     def name(self, version: int) -> str | None:

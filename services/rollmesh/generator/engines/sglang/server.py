@@ -166,7 +166,6 @@ class SglangServer:
         return error
 
     def unknown_version_error(self, version: str) -> EngineLost:
-        """Return the error for tokens of a version that this engine has not loaded."""
         return EngineLost(
             f"the SGLang server at {self.api.url} serves policy version {version}, which this generator has not loaded "
             f"(it loaded {self.policy_version}): the server was restarted, or another client loads weights into it; "

@@ -95,7 +95,6 @@ class ServerProcess:
         await self.ended()
 
     def log_tail(self) -> str:
-        """Return the last lines and the path of the program's log."""
         try:
             with self._log_file.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)

@@ -79,16 +79,8 @@ class Tier:
         return slice(start * self._heads, stop * self._heads)
 
     def row(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of one row's keys, values and mask."""
         rows = self.rows(index, index + 1)
         return self.keys[:, rows], self.values[:, rows], self.mask[rows]
-
-    def exchange(self, one: int, other: int) -> None:
-        for here, there in zip(self.row(one), self.row(other), strict=True):
-            kept = here.clone()
-            here.copy_(there)
-            there.copy_(kept)
-        self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
 
     def remove(self, index: int) -> None:
         """Remove a row; the last row takes its place."""
@@ -131,11 +123,9 @@ class KvCache:
         return sum(tier.row_capacity * tier.width for tier in self.tiers)
 
     def width_for(self, length: int) -> int:
-        """Return the width of the row for a call with ``length`` cached tokens."""
         return self._tier_for(length).width
 
     def has_room(self, widths: Iterable[int]) -> bool:
-        """Tell whether rows of these widths fit in addition to those in use."""
         return self.reserved + sum(widths) <= self.token_capacity
 
     def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
@@ -174,7 +164,11 @@ class KvCache:
             held = [i for i in range(front) if tier.slots[i] in slots]
             active = [i for i in range(front, len(tier.slots)) if tier.slots[i] not in slots]
             for one, other in zip(held, active, strict=True):
-                tier.exchange(one, other)
+                for here, there in zip(tier.row(one), tier.row(other), strict=True):
+                    kept = here.clone()
+                    here.copy_(there)
+                    there.copy_(kept)
+                tier.slots[one], tier.slots[other] = tier.slots[other], tier.slots[one]
                 self._place.update({tier.slots[i]: (tier, i) for i in (one, other)})
 
     def trim(self, slot: int, length: int) -> None:

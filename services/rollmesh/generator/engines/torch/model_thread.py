@@ -99,7 +99,6 @@ class ModelThread(threading.Thread):
             self.waiting.remove(call)
 
     def interrupt(self, trajectory_ids: Iterable[str] | None) -> int:
-        """End these calls (None: all) as interrupted; returns the number of calls ended."""
         wanted = None if trajectory_ids is None else set(trajectory_ids)
         running = [c for c in self.batch.slots.running() if wanted is None or c.request.trajectory_id in wanted]
         queued = [c for c in self.waiting if wanted is None or c.request.trajectory_id in wanted]
@@ -131,7 +130,6 @@ class ModelThread(threading.Thread):
             self._try_swaps()
 
     def stop(self) -> None:
-        """End every call as interrupted and end the thread."""
         self.interrupt(None)
         self._stopping = True
 
@@ -274,7 +272,6 @@ class ModelThread(threading.Thread):
         return time.perf_counter() - started
 
     def _requeue(self, calls: Iterable[RunningCall]) -> None:
-        """Return calls that have lost their slots to their positions in the queue."""
         for call in calls:
             insort(self.waiting, call, key=lambda c: c.arrival)
 

@@ -192,7 +192,6 @@ class RunningBatch:
         self.interrupt([c for c, at in self._held.items() if at <= since])
 
     def interrupt(self, calls: Iterable[RunningCall]) -> None:
-        """End running calls as interrupted with their current tokens."""
         for call in calls:
             self._finish(call, FinishReason.INTERRUPTED)
 
@@ -295,7 +294,6 @@ class RunningBatch:
                 del self._donors[key]
 
     def remove_calls_without_tokens(self) -> list[RunningCall]:
-        """Take the calls that have sampled no token out of their slots; returns them."""
         found = [c for c in self.slots.running() if not c.started and not self.slots.undelivered(c.slot)]
         for call in found:
             self.remove(call)

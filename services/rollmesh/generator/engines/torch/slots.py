@@ -53,7 +53,6 @@ class RunningCall:
 
     @property
     def started(self) -> bool:
-        """True once the caller has received tokens."""
         return self.written_count > 0
 
     @property
@@ -142,7 +141,6 @@ class SlotTable:
         self._step_count += 1
 
     def undelivered(self, slot: int) -> int:
-        """Return the number of tokens sampled for a slot and not yet in a chunk."""
         return int(self._sampled.counts(slot) - self._delivered[slot])
 
     def schedule_chunk(self, call: RunningCall) -> None:
