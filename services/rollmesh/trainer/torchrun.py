@@ -161,6 +161,7 @@ def use_pods(arguments: Namespace) -> bool:
         backend, store = create_backend(parameters)
         handler, watch = create_handler(store, backend, parameters), PodWatch(store, parameters)
         handler.next_rendezvous = partial(watch.next_round, handler.next_rendezvous)  # type: ignore[method-assign]
+        handler.get_backend = lambda: BACKEND  # type: ignore[method-assign]  # torch compares it with the registered one
         return handler
 
     rendezvous_handler_registry.register(BACKEND, create)
