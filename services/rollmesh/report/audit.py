@@ -89,19 +89,15 @@ def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
 
 def known_train_steps(folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None) -> dict[int, int]:
     """Return the train step of every policy version in the registry, the manifests, the metrics or a batch file."""
-    train = train_series(folder.metrics.records)
-    logged = zip(train["policy_version"], train["train_step"], strict=True)
-    registry = account.policies if account is not None else ()
-    return _batch_file_steps(store) | train_steps_of_versions([*registry, *store.complete_policies()], logged)
-
-
-def _batch_file_steps(store: CheckpointStore) -> dict[int, int]:
     steps: dict[int, int] = {}
     for step in store.batch_steps():
         # ``read_batches`` reports damaged files.
         with contextlib.suppress(CheckpointError):
             steps |= store.batch_footer(step).version_train_steps
-    return steps
+    train = train_series(folder.metrics.records)
+    logged = zip(train["policy_version"], train["train_step"], strict=True)
+    registry = account.policies if account is not None else ()
+    return steps | train_steps_of_versions([*registry, *store.complete_policies()], logged)
 
 
 def print_audit(result: AuditResult, console: Console) -> None:

@@ -113,7 +113,9 @@ def train_series(records: Sequence[Record], timeline: Sequence[Record] = ()) -> 
     The start of a session, until a generator serves, counts as a pause too: it takes minutes with a large model.
     """
     rows = newest_per_step(records)
-    columns = {metric.field: _finite([metric.value(row) for row in rows]) for metric in step_metrics.STEP_METRICS}
+    columns = {m.field: np.array([m.value(row) for row in rows], np.float64) for m in step_metrics.STEP_METRICS}
+    for values in columns.values():
+        values[~np.isfinite(values)] = math.nan
     phases = [row.get("seconds") for row in rows]
     spent = [sum(number(p, key) for key in p) if isinstance(p, Mapping) and p else math.nan for p in phases]
     step_seconds, time = np.array(spent, np.float64), column(rows, "time")
@@ -294,11 +296,6 @@ def _without_resets(total: FloatArray) -> FloatArray:
     newest_known = np.maximum.accumulate(np.where(np.isnan(total), 0, np.arange(len(total))))
     filled = np.nan_to_num(total[newest_known])
     return np.cumsum(np.maximum(np.diff(filled, prepend=0.0), 0.0))
-
-
-def _finite(values: Sequence[float]) -> FloatArray:
-    column = np.array(values, np.float64)
-    return np.where(np.isfinite(column), column, math.nan)
 
 
 def _summed_counts(rows: Iterable[Record], path: str) -> dict[int, float]:

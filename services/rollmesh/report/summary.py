@@ -45,7 +45,6 @@ class RunSummary:
     def __init__(self, run: RecordedRun) -> None:
         """Read the whole run folder."""
         config = run.config
-        self.folder = run.path
         self.name = run.name
         self.preset = None if config is None else config.schedule.preset
         self.on_new_version = None if config is None else config.generator.on_new_version

@@ -215,7 +215,7 @@ def _is_mixed(at_rest: Scene, item: dict[str, Any]) -> bool:
     return any(run["source"] == "environment" for run in at_rest.get(f"trajectories/{item['id']}")["runs"])
 
 
-def test_text_from_outside_stays_text(window: Open) -> None:
+def test_text_from_outside_stays_text_and_the_page_asks_nobody_but_its_gateway(window: Open, scene: Scene) -> None:
     shown = window()
     page = shown.open()
     letter = page.locator("#letter-table tbody tr", has_text="<script>")
@@ -228,12 +228,6 @@ def test_text_from_outside_stays_text(window: Open) -> None:
     expect(page.locator("img, main script, dialog script")).to_have_count(0)
     assert "broken" not in page.title()
     assert page.evaluate("document.scripts.length") == 2
-
-
-def test_the_page_asks_nobody_but_its_gateway(window: Open, scene: Scene) -> None:
-    shown = window()
-    shown.open()
-    shown.wait_for_looks(6)
     assert len(shown.requests) > 20
     assert [url for url in shown.requests if not url.startswith(scene.url)] == []
 
@@ -281,9 +275,15 @@ def _check_layout(layout: dict[str, object], least: int) -> None:
             assert apart, f"{one['name']} and {other['name']} overlap: {json.dumps([a, b])}"
 
 
-def test_the_theme_follows_the_system_and_can_be_chosen(window: Open) -> None:
-    shown = window(color_scheme="dark")
+def test_the_theme_follows_the_system_and_can_be_chosen_and_motion_is_left_out_for_those_who_ask(window: Open) -> None:
+    shown = window(color_scheme="dark")  # and with reduced motion, as every window
     page = shown.open()
+    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
+    moving = page.evaluate(
+        """[...document.querySelectorAll("*")].map((node) => getComputedStyle(node))
+           .filter((s) => parseFloat(s.transitionDuration) > 0 || s.animationName !== "none").length"""
+    )
+    assert moving == 0
     surface = "getComputedStyle(document.querySelector('.panel')).backgroundColor"
     dark = page.evaluate(surface)
     page.click("#theme")
@@ -296,13 +296,3 @@ def test_the_theme_follows_the_system_and_can_be_chosen(window: Open) -> None:
     assert page.evaluate(surface) == light
     page.click("#theme")
     assert page.evaluate(surface) == dark
-
-
-def test_motion_is_left_out_for_those_who_ask(window: Open) -> None:
-    page = window(reduced_motion="reduce").open()
-    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
-    moving = page.evaluate(
-        """[...document.querySelectorAll("*")].map((node) => getComputedStyle(node))
-           .filter((s) => parseFloat(s.transitionDuration) > 0 || s.animationName !== "none").length"""
-    )
-    assert moving == 0

@@ -44,12 +44,6 @@ def test_without_the_token_nothing_can_be_pressed_and_a_wrong_one_is_refused(win
     page.locator("#action-error", has_text="the token is invalid").wait_for()
     expect(page.locator("#pause")).to_be_disabled()
     assert page.evaluate("[sessionStorage.length, localStorage.length]") == [0, 0]
-
-
-def test_the_configuration_is_shown_once_the_token_is_entered(window: Open) -> None:
-    shown = window()
-    shown.expect("401")
-    page = shown.open()
     page.click("#settings summary")
     page.locator("#settings-text", has_text="The configuration needs the token").wait_for()
     _with_token(page)
