@@ -113,7 +113,7 @@ def verify_files(state: CommittedState, *, rank: int = 0, world_size: int = 1) -
 def prunable(
     folders: Mapping[str, bool], states: Sequence[CommittedState], *, keep_last: int, session: str
 ) -> list[str]:
-    """Return the state folders that ``prune_states`` deletes; ``folders`` maps a name to True if it has COMMITTED.
+    """Return the state folders that are deleted; ``folders`` maps a name to True if it has COMMITTED.
 
     The newest state of ``session`` stays: states that rank before it may be damaged.
     """

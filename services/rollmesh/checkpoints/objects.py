@@ -11,7 +11,7 @@ import io
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -99,20 +99,19 @@ class ObjectStore:
         return True
 
     def get_all(self, pairs: Sequence[tuple[str, Path]]) -> None:
-        """Run ``get`` for (key, file) pairs with bounded concurrency; the first error cancels the rest."""
+        """Run ``get`` for (key, file) pairs."""
         self._run_all(self.get, pairs)
 
     def put_all(self, pairs: Sequence[tuple[Path, str]]) -> None:
-        """Run ``put`` for (file, key) pairs with bounded concurrency; the first error cancels the rest."""
+        """Run ``put`` for (file, key) pairs."""
         self._run_all(self.put, pairs)
 
     def read(self, key: str, max_bytes: int, start: int = 0) -> bytes:
         """Read up to ``max_bytes`` bytes of an object from ``start`` on. Raises FileNotFoundError if it is missing."""
-        data: bytes = self._retry(
-            f"reading {key}",
-            lambda: self._files.cat_file(self._full_key(key), start=start, end=start + max_bytes),
+        read: Callable[[], bytes] = partial(
+            self._files.cat_file, self._full_key(key), start=start, end=start + max_bytes
         )
-        return data
+        return self._retry(f"reading {key}", read)
 
     def sha256_all(self, ranges: Sequence[tuple[str, int, int]]) -> list[str | None]:
         """Return the sha256 (hex) of bytes ``start`` to ``end`` of each (key, start, end), with bounded concurrency.
@@ -136,11 +135,7 @@ class ObjectStore:
 
     def open(self, key: str) -> BinaryIO:
         """Open an object as a file that reads only the requested bytes. FileNotFoundError if it does not exist."""
-
-        def open_file() -> BinaryIO:
-            file: BinaryIO = self._files.open(self._full_key(key), "rb", cache_type="none")
-            return file
-
+        open_file: Callable[[], BinaryIO] = partial(self._files.open, self._full_key(key), "rb", cache_type="none")
         return self._retry(f"opening {key}", open_file)
 
     def write(self, key: str, data: bytes) -> None:
@@ -167,7 +162,7 @@ class ObjectStore:
 
         def delete(key: str) -> None:
             with suppress(FileNotFoundError):
-                self._retry(f"deleting {key}", lambda: self._files.rm_file(self._full_key(key)))
+                self._retry(f"deleting {key}", partial(self._files.rm_file, self._full_key(key)))
 
         self._run_all(delete, [(key,) for key in keys])
 
@@ -175,6 +170,7 @@ class ObjectStore:
         return f"{self._prefix}/{key}"
 
     def _run_all(self, call: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+        """Run calls with bounded concurrency; the first error cancels the rest."""
         with ThreadPoolExecutor(max_workers=self._parallel, thread_name_prefix="objects") as pool:
             futures = [pool.submit(call, *each) for each in arguments]
             try:
@@ -301,7 +297,8 @@ def store_error(where: str, error: BaseException, *, writing: bool = False) -> C
 
 def refusal(error: BaseException, *, writing: bool = False) -> str:
     """Return the remedy of a refusal that no retry changes; empty for an outage, and for an object that is missing."""
-    for each in _causes(error):
+    each: BaseException | None = error
+    while each is not None:
         code, status = _answer(each)
         if code in _PASSING:
             return ""
@@ -316,14 +313,8 @@ def refusal(error: BaseException, *, writing: bool = False) -> str:
             return tls
         if isinstance(each, ValueError) and "endpoint" in str(each).lower():
             return _REMEDY_OF_ENDPOINT
+        each = each.__cause__
     return ""
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
 
 
 def _answer(error: BaseException) -> tuple[str, int]:

@@ -17,31 +17,22 @@ def check(port: int, host: str = "127.0.0.1") -> str:
     """Return the problem of the service with this admin port; empty when the service is live."""
     reasons = []
     for tls in (False, True):
+        connection = http.client.HTTPConnection(host, port, timeout=_SECONDS)
+        if tls:
+            # The request stays on the loopback of this container, while the certificate names the pod.
+            context = ssl._create_unverified_context()
+            connection = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=context)
         try:
-            status, text = _get_health(host, port, tls)
+            connection.request("GET", "/healthz")
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+            return "" if answer.status == http.client.OK else text
         except (OSError, http.client.HTTPException) as error:
             # A TLS port does not answer plain HTTP, and vice versa.
             reasons.append(f"{'https' if tls else 'http'}: {error}")
-            continue
-        return "" if status == http.client.OK else text
+        finally:
+            connection.close()
     return "; ".join(reasons)
-
-
-def _get_health(host: str, port: int, tls: bool) -> tuple[int, str]:
-    if tls:
-        # The request stays on the loopback of this container, while the certificate names the pod.
-        context = ssl._create_unverified_context()
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            host, port, timeout=_SECONDS, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=_SECONDS)
-    try:
-        connection.request("GET", "/healthz")
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode(errors="replace")
-    finally:
-        connection.close()
 
 
 def main() -> None:

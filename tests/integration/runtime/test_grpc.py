@@ -37,10 +37,14 @@ class Echo(reward_service_pb2_grpc.RewardServiceServicer):
         yield reward_service_pb2.ScoreResponse()
 
 
+def serving(servicer: reward_service_pb2_grpc.RewardServiceServicer, *arguments: PortSecurity) -> grpc.aio.Server:
+    server = create_server(*arguments)
+    reward_service_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)
+    return server
+
+
 async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open() -> None:
-    server = create_server(PortSecurity(tokens=Tokens(["secret"])))
-    reward_service_pb2_grpc.add_RewardServiceServicer_to_server(Echo(), server)
-    async with channel_to(server) as channel:
+    async with channel_to(serving(Echo(), PortSecurity(tokens=Tokens(["secret"])))) as channel:
         stub = reward_service_pb2_grpc.RewardServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Score(reward_service_pb2.ScoreRequest()).read()
@@ -58,8 +62,7 @@ async def test_a_proxy_of_the_environment_is_not_asked_for_a_service(monkeypatch
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")  # no proxy is there
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    server = create_server()
-    async with channel_to(server) as channel:
+    async with channel_to(create_server()) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -67,8 +70,7 @@ async def test_a_proxy_of_the_environment_is_not_asked_for_a_service(monkeypatch
 async def test_malformed_health_requests_are_invalid_arguments_and_leave_no_traceback(
     capsys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = create_server()
-    async with channel_to(server) as channel:
+    async with channel_to(create_server()) as channel:
         for method in ("Check", "Watch"):
             for _ in range(20):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -104,9 +106,7 @@ async def test_a_client_that_hangs_up_before_it_is_refused_leaves_no_traceback(
     capsys, caplog: pytest.LogCaptureFixture
 ) -> None:
     servicer = Slow()
-    server = create_server()
-    reward_service_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)
-    async with channel_to(server) as channel:
+    async with channel_to(serving(servicer)) as channel:
         stub = reward_service_pb2_grpc.RewardServiceStub(channel)
         for count in range(1, 4):
             servicer.entered.clear()

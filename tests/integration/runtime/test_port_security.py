@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import shutil
 import socket
 import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -30,6 +33,7 @@ from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from ...kit.certificates import Authority, Certificate
 
 SERVICE = "rollmesh.v1.RewardService"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "certificates.md"
 
 
 def look_now(security: PortSecurity) -> None:
@@ -386,3 +390,17 @@ async def test_a_port_that_is_taken_is_a_clear_error(authority: Authority) -> No
 )
 def test_only_loopback_addresses_may_carry_a_token_in_the_clear(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
+
+
+def test_the_documented_openssl_lines_make_certificates_that_the_mesh_accepts(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl on PATH")
+    (lines,) = re.findall(r"### With openssl\n\n```\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    done = subprocess.run(["bash", "-ec", lines], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    files = {"certificate": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+    tls = {field: str(tmp_path / name) for field, name in files.items()}
+    section = SecurityConfig.model_validate({"tls": tls, "token_file": str(tmp_path / "token")})
+    security = PortSecurity.from_config(section)  # shakes hands with itself
+    assert security.tls is not None
+    assert len(security.sent_token or "") == 64
