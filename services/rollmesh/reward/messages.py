@@ -5,6 +5,7 @@ Workers run untrusted code, so their data is never unpickled and its lengths are
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from collections.abc import Mapping
@@ -81,30 +82,17 @@ class FrameError(Exception):
     """Invalid frame, or end of the stream inside a frame."""
 
 
-class FrameBuffer:
-    """Splitter of a byte stream into frames."""
-
-    def __init__(self, largest_bytes: int) -> None:
-        self._largest_bytes = largest_bytes
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        self._data += data
-        frames = []
-        while len(self._data) >= _HEADER.size:
-            (size,) = _HEADER.unpack_from(self._data)
-            if size > self._largest_bytes:
-                raise FrameError(f"frame of {size} bytes, the limit is {self._largest_bytes}")
-            if len(self._data) < _HEADER.size + size:
-                break
-            frames.append(bytes(self._data[_HEADER.size : _HEADER.size + size]))
-            del self._data[: _HEADER.size + size]
-        return frames
-
-
 def frame(payload: bytes) -> bytes:
     """Encode one frame."""
     return _HEADER.pack(len(payload)) + payload
+
+
+async def read_frame(stream: asyncio.StreamReader, largest_bytes: int) -> bytes:
+    """Wait for a whole frame. Raises EOFError if the peer closes the connection before, FrameError for a large one."""
+    (size,) = _HEADER.unpack(await stream.readexactly(_HEADER.size))
+    if size > largest_bytes:
+        raise FrameError(f"frame of {size} bytes, the limit is {largest_bytes}")
+    return await stream.readexactly(size)
 
 
 def receive_frame(stream: BinaryIO, largest_bytes: int) -> bytes | None:

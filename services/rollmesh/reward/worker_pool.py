@@ -12,10 +12,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from rollmesh.errors import ConfigError, RollmeshError
-from rollmesh.reward.messages import LARGEST_REPLY_BYTES, PROBE, SCORE, FrameBuffer, FrameError, WorkerSpec, frame
+from rollmesh.reward.messages import LARGEST_REPLY_BYTES, PROBE, SCORE, FrameError, WorkerSpec, frame, read_frame
 from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.reward.template_process import TemplateLost, TemplateProcess
 from rollmesh.runtime.logging import get_logger
@@ -200,17 +199,18 @@ class WorkerDied(Exception):
         self.with_template = with_template
 
 
-class WorkerConnection(asyncio.Protocol):
+class WorkerConnection:
     """Connection that sends one request at a time to a worker, and kills it if the answer is late or invalid."""
 
-    def __init__(self, template: TemplateProcess, pid: int) -> None:
+    def __init__(
+        self, template: TemplateProcess, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._template = template
-        self._transport: asyncio.Transport | None = None
-        self._frames = FrameBuffer(LARGEST_REPLY_BYTES)
-        self._answer: asyncio.Future[bytes] | None = None
-        self.pid = pid
-        self.closed = False
-        """True once the worker has exited or must not be used any more."""
+        self._pid = pid
+        self._reader = reader
+        self._writer = writer
+        self._answer = self._read_next()
+        self._is_ending = False
         self.exit: str | None = None
         """Description of its exit, once ``end`` has completed."""
 
@@ -220,75 +220,57 @@ class WorkerConnection(asyncio.Protocol):
         service_end, worker_end = socket.socketpair()
         try:
             with worker_end:
-                connection = WorkerConnection(template, await template.spawn(slot, worker_end))
+                pid = await template.spawn(slot, worker_end)
             service_end.setblocking(False)
-            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=service_end)
+            return WorkerConnection(template, pid, *await asyncio.open_unix_connection(sock=service_end))
         except BaseException:
             service_end.close()
             raise
-        return connection
+
+    @property
+    def closed(self) -> bool:
+        """True once the worker has exited, or has sent an answer without a request, and must not be used any more."""
+        return self._is_ending or self._answer.done()
 
     async def request_answer(self, request: bytes, timeout_seconds: float) -> bytes:
         """Send one request and return its answer; WorkerTimedOut and WorkerDied mean that the worker has ended."""
-        if self._transport is None or self.closed:
+        if self.closed:
             raise WorkerDied(await self.end(_EXIT_GRACE_SECONDS), with_template=self._template.lost)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._answer = answer
-        self._transport.write(frame(request))
-        try:
-            await asyncio.wait((answer,), timeout=timeout_seconds)
-            if not answer.done():
-                # This process may have been late itself: read data that the worker has sent in the meantime.
+        self._writer.write(frame(request))
+        await asyncio.wait((self._answer,), timeout=timeout_seconds)
+        for _ in range(3):
+            # This process may have been late itself: read data that the worker has sent in the meantime.
+            if not self._answer.done():
                 await asyncio.sleep(0)
-        finally:
-            self._answer = None
-        if not answer.done():
+        if not self._answer.done():
             await self.end(0.0)
             raise WorkerTimedOut(f"no answer within {timeout_seconds:g} s")
         try:
-            return answer.result()
-        except ConnectionError as error:
-            if str(error):
-                raise WorkerDied(str(error)) from error
+            answer = self._answer.result()
+        except FrameError as error:
+            self._writer.transport.abort()
+            raise WorkerDied(f"the worker sent an invalid answer: {error}") from error
+        except (EOFError, ConnectionError) as error:
             reason = await self.end(_EXIT_GRACE_SECONDS)
             raise WorkerDied(reason, with_template=self._template.lost) from error
+        self._answer = self._read_next()
+        await asyncio.sleep(0)  # an answer that came with this one shows before the next request
+        return answer
 
     async def end(self, grace_seconds: float = 0.0) -> str:
         """Wait ``grace_seconds`` for the worker to exit, then kill it; returns a description of its exit."""
-        self.closed = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._is_ending = True
+        self._answer.cancel()
+        self._writer.transport.abort()
         if self.exit is None:
-            status = await self._template.end(self.pid, grace_seconds)
+            status = await self._template.end(self._pid, grace_seconds)
             if status is None:
                 self.exit = "its template process has ended"
             else:
                 self.exit = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return self.exit
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not subclass it
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            frames = self._frames.feed(data)
-        except FrameError as error:
-            self._fail(f"the worker sent an invalid answer: {error}")
-            return
-        for payload in frames:
-            if self._answer is None or self._answer.done():
-                self._fail("the worker sent an answer without a request")
-                return
-            self._answer.set_result(payload)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionError())
-
-    def _fail(self, reason: str) -> None:
-        self.closed = True
-        if self._transport is not None:
-            self._transport.abort()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionError(reason))
+    def _read_next(self) -> asyncio.Task[bytes]:
+        task = asyncio.create_task(read_frame(self._reader, LARGEST_REPLY_BYTES))
+        task.add_done_callback(lambda read: read.cancelled() or read.exception())  # no warning if no request reads it
+        return task

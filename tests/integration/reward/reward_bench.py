@@ -30,7 +30,10 @@ from ...kit.waiting import reached
 POISONOUS = '''
 """A verifier that does what the answer says."""
 import contextlib, ctypes, math, os, re, signal, sys, time
+from rollmesh.reward.messages import frame
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
+from rollmesh.types import OutcomeKind, RewardOutcome
+from rollmesh.wire.reward_messages import outcome_to_bytes
 
 def verify(response, metadata):
     word, _, rest = response.partition(" ")
@@ -84,6 +87,11 @@ def verify(response, metadata):
                 try: os.write(n, b"\\xff" * 4096)
                 except OSError: pass
             time.sleep(1000)
+        case "forge":
+            data = frame(outcome_to_bytes(RewardOutcome(kind=OutcomeKind.SCORED, value=9.0))) * 2
+            for n in range(3, 99):
+                try: os.write(n, data)
+                except OSError: pass
         case "nan": return math.nan
         case "string": return "1.0"
         case "raise": raise RuntimeError("on purpose: " + rest)

@@ -83,6 +83,13 @@ async def test_a_large_answer_is_just_an_answer(shared: ScoringBench, answer: st
     assert (outcome.kind, outcome.value) == (SCORED, 1.0 if answer == "print" else len(answer))
 
 
+async def test_an_answer_without_a_request_is_no_answer_to_the_next_one(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", workers=1)) as bench:
+        outcomes = await bench.score_all(["forge", "value 1", "value 2"])
+        assert [o.value for o in outcomes] == [9.0, 1.0, 2.0]
+        assert bench.sample("rollmesh_reward_workers_replaced_total", reason="retired") == 1
+
+
 async def test_neighbours_do_not_wait_for_a_poisonous_answer(tmp_path: Path) -> None:
     async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify")) as bench:
         poison = asyncio.create_task(bench.score("loop"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,10 @@ from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.reward.confinement import WorkerConfinement
 from rollmesh.reward.messages import (
-    FrameBuffer,
     FrameError,
     WorkerSpec,
     frame,
+    read_frame,
     receive_frame,
     worker_spec,
 )
@@ -86,20 +87,23 @@ def test_a_model_folder_that_is_not_there_is_a_config_error(tmp_path: Path) -> N
 
 
 @given(st.lists(st.binary(max_size=64)), st.lists(st.integers(1, 9)))
-def test_frames_come_out_whole_however_the_stream_is_cut(payloads: list[bytes], cuts: list[int]) -> None:
-    stream = b"".join(map(frame, payloads))
-    buffer = FrameBuffer(64)
-    found: list[bytes] = []
+async def test_frames_come_out_whole_however_the_stream_is_cut(payloads: list[bytes], cuts: list[int]) -> None:
+    data, stream = b"".join(map(frame, payloads)), asyncio.StreamReader()
     for size in cuts:
-        found += buffer.feed(stream[:size])
-        stream = stream[size:]
-    found += buffer.feed(stream)
-    assert found == payloads
+        stream.feed_data(data[:size])
+        data = data[size:]
+    stream.feed_data(data)
+    stream.feed_eof()
+    assert [await read_frame(stream, 64) for _ in payloads] == payloads
+    with pytest.raises(EOFError):
+        await read_frame(stream, 64)
 
 
-def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
+async def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
+    stream = asyncio.StreamReader()
+    stream.feed_data(frame(b"x" * 65)[:4])
     with pytest.raises(FrameError, match="frame of 65 bytes, the limit is 64"):
-        FrameBuffer(64).feed(frame(b"x" * 65)[:4])
+        await read_frame(stream, 64)
 
 
 def received(data: bytes, largest_bytes: int = 10) -> list[bytes | None]:
