@@ -24,16 +24,7 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.scheduling import CutOrder, Schedule, decide, needs_groups
-from rollmesh.scheduling.decide import (
-    Admit,
-    BeginAgain,
-    CutBatch,
-    Evict,
-    LeaderStep,
-    Recall,
-    SetDesired,
-    leader_steps,
-)
+from rollmesh.scheduling.decide import Admit, BeginAgain, CutBatch, Evict, LeaderStep, Recall, SetDesired, leader_steps
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import NewGroup
 from rollmesh.tasks.sources.source_protocol import PromptSource
@@ -188,8 +179,10 @@ class MeshLeader:
         decisions = decide(self._schedule, view)
         self._metrics.mesh.pool(self._schedule, view, decisions.desired)
         failure = await self._with_reason(decisions.fail, view) or self._failed or self._refused
-        if failure != view.failure:
-            await self._report(token, failure)
+        if failure != view.failure:  # an empty one withdraws an earlier report
+            if failure:
+                self._log.error("run_failed", message=failure)
+            await self._store.leadership.report_failure(token, failure)
         desired = bool(failure) or decisions.desired.paused
         self._metrics.mesh.paused(view, desired=desired, failed=bool(failure))
         if failure:
@@ -208,7 +201,11 @@ class MeshLeader:
             reaped = await self._store.leadership.reap(token)
             if reaped:
                 self._log.warning("trajectories_of_dead_sessions_returned", count=reaped)
-        return await self._decide_rounds(token, view) or len(steps) > 1
+        try:
+            has_decided = await self._rounds.decide(token, view)
+        except DataError as error:  # a planner or a group shaper that fails; the error names it
+            self._failed, has_decided = str(error), True
+        return has_decided or len(steps) > 1
 
     async def _apply(self, token: str, view: MeshView, step: LeaderStep) -> None:
         """Apply a step to the store, and count and log it."""
@@ -268,12 +265,6 @@ class MeshLeader:
         if (view.desired, view.desired.waiting_for, view.blocked_by) != (desired, desired.waiting_for, blocked_by):
             await self._store.leadership.set_desired(token, desired, blocked_by)
 
-    async def _report(self, token: str, failure: str) -> None:
-        """Report a failure to the supervisor of the run; an empty one withdraws an earlier report."""
-        if failure:
-            self._log.error("run_failed", message=failure)
-        await self._store.leadership.report_failure(token, failure)
-
     def _explain(self, waiting_for: str) -> None:
         now = time.monotonic()
         if waiting_for != self._waiting_for:
@@ -294,14 +285,6 @@ class MeshLeader:
     def _forget_draws(self) -> None:
         if self._draws is not None:
             self._draws.forget()
-
-    async def _decide_rounds(self, token: str, view: MeshView) -> bool:
-        """Extend or close the groups whose round has ended; returns True if there were any."""
-        try:
-            return await self._rounds.decide(token, view)
-        except DataError as error:  # a planner or a group shaper that fails; the error names it
-            self._failed = str(error)
-            return True
 
     async def _admit(self, token: str, count: int, train_step: int) -> None:
         """Open groups at the cursor, a few prompts at a time to keep the event loop responsive."""

@@ -229,11 +229,6 @@ class RolloutMetrics(WorkerMetrics):
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__(metrics)
-        self._count_evaluations(metrics)
-        self.leader = metrics.gauge("rollmesh_rollout_leader", "1 while this replica leads the mesh.")
-        self.mesh = MeshMetrics(metrics)
-
-    def _count_evaluations(self, metrics: Metrics) -> None:
         self.evaluations_started = metrics.counter(
             "rollmesh_rollout_evaluations_started_total", "Evaluations claimed by this replica."
         )
@@ -247,3 +242,5 @@ class RolloutMetrics(WorkerMetrics):
         self.last_evaluation = metrics.gauge(
             "rollmesh_rollout_last_evaluation_timestamp_seconds", "Time of the last evaluation of this replica."
         )
+        self.leader = metrics.gauge("rollmesh_rollout_leader", "1 while this replica leads the mesh.")
+        self.mesh = MeshMetrics(metrics)

@@ -25,7 +25,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -332,7 +331,7 @@ def _cut_damaged(files: Path, binary: Path) -> str:
     before = file.stat().st_size
     # One binary is both server and check tool, selected by argv[0]. The tool asks for confirmation.
     name = binary.name.replace("server", "check-aof")
-    with suppress(subprocess.TimeoutExpired):
+    with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [name, "--fix", str(file)],
             executable=str(binary),

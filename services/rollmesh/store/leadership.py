@@ -121,10 +121,7 @@ class Leadership(QueuePart):
         lease.
         """
         raw, branch_version = await self._connection.commands(
-            [
-                ("HGETALL", self._keys.single("desired")),
-                ("HGET", self._keys.single("meta"), "branch_version"),
-            ],
+            [("HGETALL", self._keys.single("desired")), ("HGET", self._keys.single("meta"), "branch_version")],
             "desired",
         )
         desired = decode_desired({name.decode(): value for name, value in raw.items()})

@@ -44,7 +44,14 @@ class PromptRecords(QueuePart):
             entries = await self._connection.command("XRANGE", changes, f"{since + 1}-0", f"{newest}-0")
             if len(entries) == newest - since:
                 return newest, await self.read(sorted({fields[b"name"].decode() for _, fields in entries}))
-        return newest, await self._all()
+        found: dict[str, PromptRecord] = {}
+        cursor: int | None = None
+        while cursor != 0:
+            cursor, part = await self._connection.command(
+                "HSCAN", self._keys.single("history"), cursor or 0, "COUNT", _PROMPTS_PER_READ
+            )
+            found |= {name.decode(): _record(text) for name, text in part.items()}
+        return newest, found
 
     async def in_progress(self) -> list[str]:
         """Return the record name of each unfinished group that has one."""
@@ -65,17 +72,6 @@ class PromptRecords(QueuePart):
             sums = (record.members, record.solved, record.token_sum) if record is not None else (0, 0, 0)
             found[domain] = DomainTotals(drawn=groups, completed=sums[0], solved=sums[1], tokens=sums[2])
         return found
-
-    async def _all(self) -> dict[str, PromptRecord]:
-        found: dict[str, PromptRecord] = {}
-        cursor = 0
-        while True:
-            cursor, part = await self._connection.command(
-                "HSCAN", self._keys.single("history"), cursor, "COUNT", _PROMPTS_PER_READ
-            )
-            found |= {name.decode(): _record(text) for name, text in part.items()}
-            if not cursor:
-                return found
 
     async def predictions(self) -> list[LengthPrediction]:
         """Return the newest predictions of lengths, at most 256, the newest first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
 from typing import Any, cast
 
 import redis.asyncio as aioredis
@@ -50,8 +49,15 @@ def create_client(url: str, config: StoreConfig | None = None) -> aioredis.Redis
     }
     tls: dict[str, Any] = {"tls": _Tls(config.tls)} if parts.tls else {}
     if parts.service:
+        watchers: dict[str, Any] = {"socket_timeout": _SENTINEL_SECONDS, "retry": Retry(NoBackoff(), 0), **tls}
+        if config.sentinel_password is not None:
+            watchers["password"] = config.sentinel_password.get_secret_value()
+        if tls:
+            watchers["connection_class"] = _TlsConnection
         manager = _Sentinels([])  # type: ignore[no-untyped-call]
-        manager.sentinels = [_sentinel(host, port, config, tls) for host, port in parts.hosts]
+        manager.sentinels = [
+            aioredis.Redis.from_pool(ConnectionPool(host=host, port=port, **watchers)) for host, port in parts.hosts
+        ]
         options |= {"connection_class": _MasterTlsConnection} if tls else {}
         return cast("aioredis.Redis", manager.master_for(parts.service, **options, **tls))
     if parts.path:
@@ -139,13 +145,3 @@ async def _failure_reason(sentinel: aioredis.Redis) -> str:
     except (RedisError, OSError) as error:
         reason = str(error) or type(error).__name__
     return f"{host_port(address['host'], address['port'])}: {reason}"
-
-
-def _sentinel(host: str, port: int, config: StoreConfig, tls: Mapping[str, Any]) -> aioredis.Redis:
-    """Create a client of one sentinel."""
-    options: dict[str, Any] = {"socket_timeout": _SENTINEL_SECONDS, "retry": Retry(NoBackoff(), 0)}
-    if config.sentinel_password is not None:
-        options["password"] = config.sentinel_password.get_secret_value()
-    if tls:
-        options["connection_class"] = _TlsConnection
-    return aioredis.Redis.from_pool(ConnectionPool(host=host, port=port, **options, **tls))

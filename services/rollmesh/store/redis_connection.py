@@ -56,11 +56,7 @@ class Connection:
     """Executor of the scripts and commands of one run; shared by every part of the store."""
 
     def __init__(
-        self,
-        client: aioredis.Redis,
-        run: str,
-        retry_seconds: float = 20.0,
-        observer: StoreCallObserver | None = None,
+        self, client: aioredis.Redis, run: str, retry_seconds: float = 20.0, observer: StoreCallObserver | None = None
     ) -> None:
         self.client = client
         self._observer = observer

@@ -98,12 +98,7 @@ class Unclaimed(QueuePart):
             )
             digests = before.digests if before else {}
             found[i] = SavedTokens(trajectory=trajectory, elements=starts[i] + len(parts), digests=digests)
-        return await self._with_digests(found, offsets)
-
-    async def _with_digests(
-        self, found: Mapping[str, SavedTokens], offsets: Mapping[str, Sequence[int]]
-    ) -> dict[str, SavedTokens]:
-        """Add the digests of the saves that end at these token offsets: record fields ``d<end>``."""
+        # The digests of the saves that end at these token offsets: record fields d<end>.
         names = {i: [f"d{n}" for n in offsets[i]] for i in found}
         replies = await self._connection.commands([("HMGET", self._keys.of("trajectory", i), *names[i]) for i in found])
         return {

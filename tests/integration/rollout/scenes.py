@@ -31,10 +31,10 @@ def all_groups(trainer):
     return [group.group_id for batch in trainer.batches for group in batch.groups]
 
 
-async def start(store, plan, *generators, **overrides):
+async def start(store, plan, *generators, trainer_type=ScriptedTrainer, **overrides):
     await store.limits.init_run(limits(plan, **overrides))
     cluster = ScriptedCluster(store, generators)
-    trainer = ScriptedTrainer(store, cluster)
+    trainer = trainer_type(store, cluster)
     await trainer.start()
     return cluster, trainer
 

@@ -165,12 +165,7 @@ class ScriptedCluster:
                 await self.store.generators.register(generator.record, _GENERATOR_TTL_SECONDS)
 
     async def generate(
-        self,
-        record: GeneratorRecord,
-        call: GenerationCall,
-        need: VersionNeed = ANY_VERSION,
-        *,
-        traceparent: str = "",
+        self, record: GeneratorRecord, call: GenerationCall, need: VersionNeed = ANY_VERSION, *, traceparent: str = ""
     ) -> AsyncGenerator[Chunk, None]:
         generator = self.generators[record.instance_id]
         if not need.allows(generator.version):

@@ -33,9 +33,7 @@ def check_lengths(trajectory: Trajectory, budget: int) -> None:
     assert trajectory.finish_reason is (FinishReason.STOP if len(answer) <= budget else FinishReason.LENGTH)
 
 
-async def test_a_trajectory_keeps_its_budget_in_another_worker_and_under_another_policy(
-    store: TrajectoryStore,
-) -> None:
+async def test_a_trajectory_keeps_its_budget_in_another_worker_and_under_another_policy(store: TrajectoryStore) -> None:
     budget = stages((0, 24), (1, 3))
     options: dict[str, Any] = {"token_budget": budget, "chunk": 4}
     async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.02), steps=2, **options) as first:

@@ -26,7 +26,8 @@ from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
 
 from ...kit.waiting import reached
 from .replicas import limits, schedule
-from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedPrompts, ScriptedTrainer
+from .scenes import start
+from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedTrainer
 
 
 @asynccontextmanager
@@ -40,9 +41,7 @@ async def leading(
     scoring_problem: str = "",
 ) -> AsyncIterator[ScriptedTrainer]:
     """One leader without workers, and the trainer of its run."""
-    await store.limits.init_run(limits(plan))
-    trainer = ScriptedTrainer(store, ScriptedCluster(store, [ScriptedGenerator("a")]))
-    await trainer.start()
+    _, trainer = await start(store, plan, ScriptedGenerator("a"))
     leader = MeshLeader(
         store,
         plan,

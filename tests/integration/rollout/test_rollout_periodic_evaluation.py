@@ -14,8 +14,9 @@ from rollmesh.store.queue_types import EvalRequest
 from rollmesh.types import Chunk, GenerationCall
 
 from ...kit.waiting import reached
-from .replicas import limits, running, schedule
-from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
+from .replicas import running, schedule
+from .scenes import start
+from .scripted import ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
 
 
 @dataclass
@@ -90,10 +91,8 @@ async def pinned_generators(store) -> list[str]:
 
 async def test_every_second_version_is_evaluated_during_training(store) -> None:
     plan = schedule("copris", train_steps=6)
-    await store.limits.init_run(limits(plan))
-    cluster = ScriptedCluster(store, [ScriptedGenerator(n, seconds_per_token=0.01, slots=16) for n in ("a", "b")])
-    trainer = FollowingTrainer(store, cluster)
-    await trainer.start()
+    generators = [ScriptedGenerator(name, seconds_per_token=0.01, slots=16) for name in ("a", "b")]
+    cluster, trainer = await start(store, plan, *generators, trainer_type=FollowingTrainer)
     following = asyncio.create_task(trainer.keep_following())
     config = EvalConfig(every_versions=2, prompt_count=12, samples_per_prompt=2)
     async with running(store, cluster, ScriptedReward(), plan, evaluation=config) as run:
@@ -119,10 +118,8 @@ async def test_every_second_version_is_evaluated_during_training(store) -> None:
 
 async def test_a_barrier_leaves_the_other_generators_their_newer_version_during_an_evaluation(store) -> None:
     plan = schedule("copris_paper", train_steps=9)
-    await store.limits.init_run(limits(plan))
     generators = [HeldGenerator(name, slots=16) for name in ("a", "b")]
-    cluster = ScriptedCluster(store, generators)
-    trainer = BarrierTrainer(store, cluster)
+    cluster, trainer = await start(store, plan, *generators, trainer_type=BarrierTrainer)
     meta = store.connection.keys.single("meta")
 
     async def renewed() -> bool:
@@ -142,7 +139,6 @@ async def test_a_barrier_leaves_the_other_generators_their_newer_version_during_
         records = await store.evaluations.all()
         return records[0].result if records else None
 
-    await trainer.start()
     trainer.at_barrier = pin_renewed
     config = EvalConfig(every_versions=3, prompt_count=6, samples_per_prompt=2)
     async with running(store, cluster, ScriptedReward(), plan, evaluation=config):
@@ -161,10 +157,8 @@ async def test_a_barrier_leaves_the_other_generators_their_newer_version_during_
 
 async def test_an_evaluation_that_begins_at_a_barrier_takes_half_of_one_generator(store) -> None:
     plan = schedule("copris_paper", train_steps=3)
-    await store.limits.init_run(limits(plan))
     generators = [HeldGenerator(name, slots=8) for name in ("a", "b")]
-    cluster = ScriptedCluster(store, generators)
-    trainer = BarrierTrainer(store, cluster)
+    cluster, trainer = await start(store, plan, *generators, trainer_type=BarrierTrainer)
 
     def held_calls() -> int:
         return sum(generator.held for generator in generators)
@@ -181,7 +175,6 @@ async def test_an_evaluation_that_begins_at_a_barrier_takes_half_of_one_generato
         await trainer.follow()
         return (await store.evaluations.all())[0].result
 
-    await trainer.start()
     trainer.at_barrier = evaluation_begins
     async with running(store, cluster, ScriptedReward(), plan):
         await trainer.train(1)
@@ -193,10 +186,7 @@ async def test_an_evaluation_that_begins_at_a_barrier_takes_half_of_one_generato
 
 async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_asked(store) -> None:
     plan = schedule("copris", train_steps=5)
-    await store.limits.init_run(limits(plan))
-    cluster = ScriptedCluster(store, [ScriptedGenerator("a")])
-    trainer = ScriptedTrainer(store, cluster)
-    await trainer.start()
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan):
         for step in range(1, 6):
             await trainer.train(step)

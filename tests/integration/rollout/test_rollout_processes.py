@@ -113,10 +113,7 @@ async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout
         # The worker loses nothing but what the kill costs it, however long the machine stalls before.
         "store": {"session_ttl_seconds": 60.0},
     }
-    async with (
-        process_run(tmp_path / "hung", server, **sections) as run,
-        httpx.AsyncClient(timeout=60.0) as http,
-    ):
+    async with process_run(tmp_path / "hung", server, **sections) as run, httpx.AsyncClient(timeout=60.0) as http:
         for service in ("generator", "reward", "rollout"):
             run.start(service)
 

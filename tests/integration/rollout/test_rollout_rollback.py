@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
-from rollmesh.types import SegmentSource
-
 from ...kit.waiting import reached
-from .replicas import limits, running, schedule
-from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
+from .replicas import running, schedule
+from .scenes import members, start
+from .scripted import ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
 
 
 @dataclass
@@ -33,12 +32,8 @@ class BranchingTrainer(ScriptedTrainer):
 async def test_a_generator_that_lags_behind_a_rollback_starts_nothing(store):
     plan = schedule("copris", train_steps=4)
     assert plan.max_staleness >= 4, "by its staleness alone the abandoned version could still be trained on"
-    await store.limits.init_run(limits(plan))
-    cluster = ScriptedCluster(
-        store, [ScriptedGenerator("follows", seconds_per_token=0.002), ScriptedGenerator("lags", seconds_per_token=0)]
-    )
-    trainer = BranchingTrainer(store, cluster)
-    await trainer.start()
+    generators = (ScriptedGenerator("follows", seconds_per_token=0.002), ScriptedGenerator("lags"))
+    cluster, trainer = await start(store, plan, *generators, trainer_type=BranchingTrainer)
     async with running(store, cluster, ScriptedReward(), plan):
         for step in (1, 2):
             await trainer.train(step)
@@ -47,14 +42,7 @@ async def test_a_generator_that_lags_behind_a_rollback_starts_nothing(store):
         calls = cluster.generators["lags"].calls
         for step in (3, 4):
             batch = await trainer.train(step)
-            written_by = {
-                segment.policy_version
-                for group in batch.groups
-                for trajectory in group.trajectories
-                for segment in trajectory.segments
-                if segment.source is SegmentSource.POLICY
-            }
-            assert min(written_by) >= 3
+            assert min(version for trajectory in members(batch) for version in trajectory.policy_versions) >= 3
         assert cluster.generators["lags"].calls - calls <= plan.pool_size
         await reached(lambda: _finished(store))
     assert (await store.mesh.counts()).drops["rolled_back"] > 0

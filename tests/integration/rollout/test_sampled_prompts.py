@@ -96,11 +96,7 @@ async def test_a_sampler_that_fails_stops_the_run_and_loses_nothing(
     assert counts.totals["admitted_total"] == after.index, "every position up to the cursor was admitted once"
 
 
-OLD_ORDER = [
-    [10, 9, 1, 3, 5, 8, 4, 12, 7],
-    [9, 3, 10, 1, 8, 4, 5, 12, 7],
-    [8, 5, 3, 7, 12, 1, 4, 10, 9],
-]
+OLD_ORDER = [[10, 9, 1, 3, 5, 8, 4, 12, 7], [9, 3, 10, 1, 8, 4, 5, 12, 7], [8, 5, 3, 7, 12, 1, 4, 10, 9]]
 """Rows of three epochs of this table with seed 7, printed by the code before there were samplers."""
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import ResumeOrder
+from rollmesh.segments import slice_segment
 from rollmesh.sim.queue_model.records import length_bucket
 from rollmesh.store import (
     Append,
@@ -109,17 +110,8 @@ class Rollout:
     def unsaved(self) -> list[Segment]:
         at, parts = 0, []
         for part in self.segments:
-            skip = max(0, self.saved - at)
-            if skip < len(part):
-                parts.append(
-                    Segment(
-                        token_ids=part.token_ids[skip:],
-                        behavior_logprobs=None if part.behavior_logprobs is None else part.behavior_logprobs[skip:],
-                        policy_version=part.policy_version,
-                        kv_min_version=part.kv_min_version,
-                        source=part.source,
-                    )
-                )
+            if at + len(part) > self.saved:
+                parts.append(slice_segment(part, max(0, self.saved - at)))
             at += len(part)
         return parts
 

@@ -11,22 +11,10 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from rollmesh.sim.queue_model import GroupState, HeldSaves, ModelMember, QueueModel, Save
-from rollmesh.store import (
-    Append,
-    Finish,
-    FirstToken,
-    ReleaseReason,
-    Score,
-    TokenDigest,
-    TrajectoryStore,
-    WriteStatus,
-)
+from rollmesh.store import Append, Finish, FirstToken, ReleaseReason, Score, TokenDigest, TrajectoryStore, WriteStatus
 from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_segments
 from rollmesh.types import FinishReason, ForkStatus, Segment

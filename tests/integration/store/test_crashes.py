@@ -95,10 +95,7 @@ async def test_redis_killed_under_load_comes_back_and_nothing_is_lost(
     own_server: EmbeddedServer, lost_bytes: int, shape: Shape
 ) -> None:
     rng, step = random.Random(lost_bytes), 0
-    async with (
-        asyncio.timeout(2 * WAIT_SECONDS),
-        LoadedMesh(own_server.url, "redis-dies", 0.4, rng, shape) as mesh,
-    ):
+    async with asyncio.timeout(2 * WAIT_SECONDS), LoadedMesh(own_server.url, "redis-dies", 0.4, rng, shape) as mesh:
         while step < 9 or not await has_happened(mesh):
             step += 3
             await mesh.trainer.until(step, WAIT_SECONDS)

@@ -220,15 +220,6 @@ async def test_blocked_since_from_before_the_clock_was_set_back_is_void(store: T
     assert seen.blocked_since <= seen.now
 
 
-async def test_a_failure_counts_while_its_reporter_leads(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await store.leadership.report_failure(mesh.leader, "320 groups filtered in a row")
-    assert await store.leadership.failure() == "320 groups filtered in a row"
-    await store.leadership.resign(mesh.leader)
-    assert await store.leadership.acquire("again") is not None
-    assert await store.leadership.failure() == ""
-
-
 async def test_who_leads_after_a_failure_counts_from_zero(store: TrajectoryStore) -> None:
     """Or a run that ended for its filtered groups could never be continued, whatever was mended."""
     mesh = await Mesh.start(store, filter_zero_variance=True, groups=1)
@@ -239,9 +230,11 @@ async def test_who_leads_after_a_failure_counts_from_zero(store: TrajectoryStore
     assert leader is not None
     assert (await store.mesh.view()).filtered_in_a_row == 1, "a change of the leader alone changes nothing"
     await store.leadership.report_failure(leader, "1 groups filtered in a row")
+    assert await store.leadership.failure() == "1 groups filtered in a row"
     await store.leadership.resign(leader)
     assert await store.leadership.acquire("second start") is not None
     assert (await store.mesh.view()).filtered_in_a_row == 0
+    assert await store.leadership.failure() == "", "it counts while its reporter leads"
 
 
 async def test_an_evaluation_is_done_once_even_if_its_worker_dies(store: TrajectoryStore) -> None:

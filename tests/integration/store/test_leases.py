@@ -178,9 +178,7 @@ async def two_versions(store: TrajectoryStore, groups: int = 1, needed: int = 2)
     return mesh
 
 
-async def test_a_first_token_is_reported_by_the_holder_and_of_an_announced_version_only(
-    store: TrajectoryStore,
-) -> None:
+async def test_a_first_token_is_reported_by_the_holder_and_of_an_announced_version_only(store: TrajectoryStore) -> None:
     mesh = await two_versions(store)
     await store.trajectories.lease(mesh.session, 1)
     another = await store.sessions.open("another")

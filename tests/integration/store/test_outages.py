@@ -186,10 +186,7 @@ TTL = 60.0
 
 @pytest.mark.parametrize("at", ["second group", "payload"])
 async def test_a_claim_during_which_redis_comes_back_returns_no_mix_of_two_states(
-    durable_server: EmbeddedServer,
-    durable_store: TrajectoryStore,
-    monkeypatch: pytest.MonkeyPatch,
-    at: str,
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     monkeypatch.setattr("rollmesh.store.limits.MAX_KEYS_PER_SCRIPT", 1)  # a call for each group
     monkeypatch.setattr("rollmesh.store.training._TOKENS_PER_CLAIM", 4 if at == "payload" else 1 << 15)

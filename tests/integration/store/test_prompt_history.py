@@ -34,11 +34,7 @@ async def end(mesh: Mesh, group_id: str, *members: tuple[int, float | None]) -> 
         assert await mesh.score(f"{group_id}.{member}", reward) == 1
 
 
-GROUPS = {
-    "e0-0": ((10, 0.1), (30, 0.2)),
-    "e1-0": ((5, 0.0), (7, 0.7)),
-    "e0-1": ((8, 1.0), (9, 1.0)),
-}
+GROUPS = {"e0-0": ((10, 0.1), (30, 0.2)), "e1-0": ((5, 0.0), (7, 0.7)), "e0-1": ((8, 1.0), (9, 1.0))}
 """The last one is filtered; 0.1 + 0.2 + 0.7 depends on the order in floating point."""
 
 

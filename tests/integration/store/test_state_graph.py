@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a walk is half a mi
 
 WALK = {
     0.4: "roll_back",
-    1: "set_pool evict change_leader publish restart fork lose_worker redis_restarts",
+    1: "set_pool evict change_leader publish restart fork lose_the_last_upload lose_worker redis_restarts",
     2: "recall open_worker fail take_over_scoring stall wake let_time_pass redis_forgets",
     3: "extend whole_step release",
     4: "admit begin_again cut complete rest",

@@ -65,10 +65,7 @@ def test_a_digest_tells_other_tokens_other_logprobs_and_other_versions() -> None
         segment(4, version=2),
         segment(4, source=SegmentSource.ENVIRONMENT),
         Segment(
-            token_ids=base.token_ids,
-            behavior_logprobs=np.zeros(4, np.float32),
-            policy_version=3,
-            kv_min_version=3,
+            token_ids=base.token_ids, behavior_logprobs=np.zeros(4, np.float32), policy_version=3, kv_min_version=3
         ),
     ]
     assert TokenDigest().extended([base]) == TokenDigest().extended([segment(4)])

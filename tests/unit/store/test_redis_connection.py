@@ -44,11 +44,7 @@ def test_servers_before_version_7_and_versions_that_cannot_be_read_are_refused(
             "ROLLMESH_STORE__PASSWORD",
         ),
         (redis_errors.ResponseError("NOAUTH Authentication required."), StoreUnavailable, "credentials"),
-        (
-            redis_errors.NoPermissionError("User mesh has no permissions"),
-            StoreUnavailable,
-            "credentials",
-        ),
+        (redis_errors.NoPermissionError("User mesh has no permissions"), StoreUnavailable, "credentials"),
         (redis_errors.ConnectionError("refused"), StoreUnavailable, "is unreachable"),
         (redis_errors.TimeoutError(), StoreUnavailable, "is unreachable: TimeoutError"),
         (
@@ -56,11 +52,7 @@ def test_servers_before_version_7_and_versions_that_cannot_be_read_are_refused(
             StoreUnavailable,
             "space",
         ),
-        (
-            redis_errors.TryAgainError("Multiple keys request"),
-            StoreUnavailable,
-            "not the master",
-        ),
+        (redis_errors.TryAgainError("Multiple keys request"), StoreUnavailable, "not the master"),
         (redis_errors.ResponseError("BUSYGROUP Consumer Group name exists"), StoreError, "BUSYGROUP"),
         (redis_errors.ResponseError("WRONGTYPE Operation"), StoreError, "Redis reports: WRONGTYPE"),
     ],
