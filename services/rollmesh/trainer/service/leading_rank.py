@@ -1,4 +1,4 @@
-"""What the parts of rank 0 share: the run file, the ranks, the session, and writes that are retried."""
+"""The shared state of the parts of rank 0, writes that are retried, and the report in the queue of a wait."""
 
 from __future__ import annotations
 

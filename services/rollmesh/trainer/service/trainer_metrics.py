@@ -59,42 +59,20 @@ class TrainerMetrics:
             "Tokens whose old logprob fell back to the sampler's.",
             {"reason": FALLBACK_REASONS},
         )
-        self._masked = m.counter(
-            "rollmesh_trainer_masked_tokens_total",
-            "Tokens of fresh (not replayed) groups that a mask took out of the loss.",
-            {"reason": ("stale", *MASKS.methods, OWN_MASK)},
-        )
-        self._left_out = m.counter(
-            "rollmesh_trainer_skipped_trajectories_total",
-            "Trajectories of fresh (not replayed) groups without a pass: their advantage is 0.",
-        )
+        self._left_out = LeftOut(m)
         self.zero_variance = m.counter(
             "rollmesh_trainer_zero_variance_groups_total",
             "Groups whose rewards were all equal.",
             {"outcome": ("all_right", "all_wrong")},
         )
         self.published = m.counter("rollmesh_trainer_published_policies_total", "Policies announced.")
-        self._trained_groups = m.counter(
-            "rollmesh_trainer_groups_total",
-            "Groups trained on, by length decile of their longest trajectory.",
-            _DECILES,
-        )
-        dropped = "Groups that left the queue untrained while this trainer ran, by length decile."
-        self._dropped = Growth(m.counter("rollmesh_trainer_dropped_groups_total", dropped, _DECILES))
-        wasted = (
-            "Saved tokens discarded while this trainer ran: of dropped groups, of groups that began again, and of "
-            "unscorable, dead, surplus or shortened members."
-        )
-        self._wasted = Growth(m.counter("rollmesh_trainer_wasted_tokens_total", wasted, {"reason": WASTE_REASONS}))
+        self.groups = GroupCounters(m)
         self.domains = DomainCounters(m)
         self.writes = m.counter("rollmesh_trainer_checkpoint_writes_total", "Trainer states saved.")
         self.failures = m.counter(
             "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", {"reason": _CAUSES}
         )
-        self._disk_free = m.gauge(
-            "rollmesh_trainer_checkpoint_free_bytes", "Free space of the checkpoint store's disk after the last write."
-        )
-        self._disk_size = m.gauge("rollmesh_trainer_checkpoint_disk_bytes", "Size of the checkpoint store's disk.")
+        self.disk = DiskGauges(m)
         self.reasserted = m.counter(
             "rollmesh_trainer_reassertions_total", "Re-assertions of trained steps: at startup, after a Redis restart."
         )
@@ -134,9 +112,7 @@ class TrainerMetrics:
         self.skipped.inc(report.skipped_updates)
         self.zero_variance.labels(outcome="all_right").inc(batch.all_right_groups)
         self.zero_variance.labels(outcome="all_wrong").inc(batch.all_wrong_groups)
-        self._left_out.inc(batch.skipped_trajectories)
-        for reason, tokens in batch.masked_tokens.items():
-            self._masked.labels(reason=reason).inc(tokens)
+        self._left_out.observe(batch)
         for reason, count in policy.old_logprob_fallbacks.items():
             self.fallbacks.labels(reason=reason).inc(count)
         _observe_staleness(self.staleness, batch)
@@ -148,25 +124,65 @@ class TrainerMetrics:
         for metric, gauge in self._gauges:
             gauge.set(metric.value(line))
 
-    def observe_groups(self, trained: Sequence[int], counts: StoreCounts) -> None:
-        """Export the groups of one step by length decile, and the drops and waste since the last step."""
-        for decile, groups in enumerate(trained):
-            self._trained_groups.labels(length_decile=str(decile)).inc(groups)
-        self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
-        self._wasted.update(counts.dropped_tokens)
-
-    def observe_disk(self, root: Path) -> None:
-        """Export size and free space of the disk of a folder; on an error the last values stay."""
-        with contextlib.suppress(OSError):
-            usage = shutil.disk_usage(root)
-            self._disk_free.set(usage.free)
-            self._disk_size.set(usage.total)
-
 
 def _observe_staleness(histogram: Histogram, batch: BatchStats) -> None:
     for staleness, count in batch.trajectory_staleness.histogram.items():
         for _ in range(count):
             histogram.observe(int(staleness))
+
+
+class GroupCounters:
+    """Counters of groups by length decile, and of tokens discarded in the queue."""
+
+    def __init__(self, m: Metrics) -> None:
+        self._trained = m.counter(
+            "rollmesh_trainer_groups_total",
+            "Groups trained on, by length decile of their longest trajectory.",
+            _DECILES,
+        )
+        self._dropped = Growth(
+            m.counter(
+                "rollmesh_trainer_dropped_groups_total",
+                "Groups that left the queue untrained while this trainer ran, by length decile.",
+                _DECILES,
+            )
+        )
+        self._wasted = Growth(
+            m.counter(
+                "rollmesh_trainer_wasted_tokens_total",
+                "Saved tokens discarded while this trainer ran: of dropped groups, of groups that began again, and of "
+                "unscorable, dead, surplus or shortened members.",
+                {"reason": WASTE_REASONS},
+            )
+        )
+
+    def observe(self, trained: Sequence[int], counts: StoreCounts) -> None:
+        """Export the groups of one step by length decile, and the drops and waste since the last step."""
+        for decile, groups in enumerate(trained):
+            self._trained.labels(length_decile=str(decile)).inc(groups)
+        self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
+        self._wasted.update(counts.dropped_tokens)
+
+
+class LeftOut:
+    """Counters of the tokens and trajectories that a train step left out."""
+
+    def __init__(self, m: Metrics) -> None:
+        self._masked = m.counter(
+            "rollmesh_trainer_masked_tokens_total",
+            "Tokens of fresh (not replayed) groups that a mask took out of the loss.",
+            {"reason": ("stale", *MASKS.methods, OWN_MASK)},
+        )
+        self._skipped = m.counter(
+            "rollmesh_trainer_skipped_trajectories_total",
+            "Trajectories of fresh (not replayed) groups without a pass: their advantage is 0.",
+        )
+
+    def observe(self, batch: BatchStats) -> None:
+        """Add the counts of one train step."""
+        self._skipped.inc(batch.skipped_trajectories)
+        for reason, tokens in batch.masked_tokens.items():
+            self._masked.labels(reason=reason).inc(tokens)
 
 
 class DomainCounters:
@@ -197,6 +213,23 @@ class DomainCounters:
             for domain, counted in domains.items():
                 totals[domain if domain in self._named else _OTHER_DOMAINS] += getattr(counted, field)
             growth.update(totals)
+
+
+class DiskGauges:
+    """Size and free space of the checkpoint store's disk."""
+
+    def __init__(self, m: Metrics) -> None:
+        self._free = m.gauge(
+            "rollmesh_trainer_checkpoint_free_bytes", "Free space of the checkpoint store's disk after the last write."
+        )
+        self._size = m.gauge("rollmesh_trainer_checkpoint_disk_bytes", "Size of the checkpoint store's disk.")
+
+    def observe(self, root: Path) -> None:
+        """Export both; on an error the last values stay."""
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(root)
+            self._free.set(usage.free)
+            self._size.set(usage.total)
 
 
 class Growth:

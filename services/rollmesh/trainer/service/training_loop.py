@@ -228,7 +228,7 @@ class TrainingLoop:
         rank.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
         prune = partial(rank.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
         await rank.retried("prune_states", prune)
-        await asyncio.to_thread(rank.metrics.observe_disk, rank.checkpoints.root)
+        await asyncio.to_thread(rank.metrics.disk.observe, rank.checkpoints.root)
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
         rank = self._rank
@@ -253,7 +253,7 @@ class TrainingLoop:
         await self._reports.add(record)
         await rank.retried("record", lambda: self._records.append(record, samples))
         rank.metrics.observe_step(report, record)
-        rank.metrics.observe_groups(deciles, counts)
+        rank.metrics.groups.observe(deciles, counts)
         rank.metrics.domains.observe(domains)
         if claimed.replayed:
             rank.metrics.replays.inc()

@@ -54,10 +54,10 @@ def shown(metrics: Metrics, name: str) -> float:
 def test_the_disk_of_the_checkpoints_is_shown_and_an_unreachable_one_keeps_its_figures(tmp_path: Path) -> None:
     metrics = Metrics("trainer")
     trainer = TrainerMetrics(metrics)
-    trainer.observe_disk(tmp_path)
+    trainer.disk.observe(tmp_path)
     free, size = shown(metrics, "free_bytes"), shown(metrics, "disk_bytes")
     assert 0 < free <= size
-    trainer.observe_disk(tmp_path / "gone")
+    trainer.disk.observe(tmp_path / "gone")
     assert (shown(metrics, "free_bytes"), shown(metrics, "disk_bytes")) == (free, size)
 
 
@@ -89,6 +89,6 @@ def test_tokens_of_members_without_a_score_are_exported_beside_those_of_dropped_
     metrics = Metrics("trainer")
     trainer = TrainerMetrics(metrics)
     assert wasted(metrics) == dict.fromkeys(WASTE_REASONS, 0), "every reason is there before anything is wasted"
-    trainer.observe_groups([], counts({"stale": 5, "unscorable": 7}))
-    trainer.observe_groups([], counts({"stale": 6, "unscorable": 27, "dead": 4}))
+    trainer.groups.observe([], counts({"stale": 5, "unscorable": 7}))
+    trainer.groups.observe([], counts({"stale": 6, "unscorable": 27, "dead": 4}))
     assert {reason: n for reason, n in wasted(metrics).items() if n} == {"stale": 1, "unscorable": 20, "dead": 4}
