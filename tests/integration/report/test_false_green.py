@@ -23,15 +23,8 @@ from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.ledger_check import QueueAccount
 from rollmesh.types import Batch, PolicyRecord, SegmentSource, Trajectory
 
-from ...kit.checkpoint_samples import write_batch
+from ...kit.checkpoint_samples import flip, write_batch
 from .made_checkpoints import STEPS, MadeRun, hf_logprobs, off_by, resampled, rewritten
-
-
-def flip(file: Path, at: int = -100) -> None:
-    """Change one byte."""
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(bytes(content))
 
 
 def policies_of(audited: MadeRun) -> tuple[PolicyRecord, ...]:
@@ -281,7 +274,7 @@ def test_one_byte_flipped_in_the_newest_state_is_red(audited: MadeRun) -> None:
 
 
 def flip_committed(state: Path) -> None:
-    flip(state / "COMMITTED")
+    flip(state / "COMMITTED", -100)
 
 
 @pytest.mark.parametrize("lose_state", [flip_committed, shutil.rmtree], ids=["flipped", "deleted"])

@@ -15,6 +15,7 @@ from rollmesh.checkpoints.bucket import BucketStore, open_location
 from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
 from rollmesh.types import PolicyRecord
 
+from ...kit.checkpoint_samples import flip_object
 from ...kit.s3_server import Bucket
 from .trainer_run import SECRET, Runs, TrainerRun
 
@@ -32,23 +33,19 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     server.stop()
 
 
-def flip(store: BucketStore, key: str) -> None:
-    content = bytearray(store.objects.read(key, 1 << 30))
-    content[-1] ^= 1
-    store.objects.write(key, bytes(content))
-
-
 def weights_of(store: BucketStore, record: PolicyRecord) -> str:
     (name,) = (key for key in store.objects.sizes(record.path) if "model.safetensors" in key)
     return name
 
 
 DAMAGES: dict[str, Damage] = {
-    "a byte of the weights": lambda store, records: flip(store, weights_of(store, records[-1])),
-    "a byte of the manifest": lambda store, records: flip(store, f"{records[-1].path}/manifest.json"),
+    "a byte of the weights": lambda store, records: flip_object(store.objects, weights_of(store, records[-1])),
+    "a byte of the manifest": lambda store, records: flip_object(store.objects, f"{records[-1].path}/manifest.json"),
     "no weights": lambda store, records: store.objects.delete([weights_of(store, records[-1])]),
     "nothing left": lambda store, records: store.objects.delete(list(store.objects.sizes(records[-1].path))),
-    "the policy that it is a difference to": lambda store, records: flip(store, weights_of(store, records[0])),
+    "the policy that it is a difference to": lambda store, records: flip_object(
+        store.objects, weights_of(store, records[0])
+    ),
 }
 
 

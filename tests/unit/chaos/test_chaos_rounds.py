@@ -53,27 +53,6 @@ GOOD = ChaosRound(
 )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"injected": False},
-        {"exit_statuses": (1,)},
-        {"green": False},
-        {"judge_problems": ("1 trajectory(s) were trained more than once: e0-1.0",)},
-        {"green": False, "judge_problems": ("a step is missing",)},
-        {"lost": 1},
-        {"trained_twice": -1},
-        {"staleness_violations": 1},
-        {"regenerated_tokens": 6},
-        {"regenerated_tokens": None},
-        {"deltas": 0},
-    ],
-)
-def test_a_round_fails_for_each_broken_promise(change: dict[str, Any]) -> None:
-    assert GOOD.passed
-    assert not replace(GOOD, **change).passed
-
-
 DAMAGED = replace(
     GOOD,
     fault="flip a byte of a batch file, kill -9 trainer",
@@ -86,6 +65,37 @@ DAMAGED = replace(
     regenerated_bound=None,
     output="error: trainer-0 cannot continue:\nCheckpointError: tampered",
 )
+
+
+@pytest.mark.parametrize(
+    ("sound", "change"),
+    [
+        (GOOD, {"injected": False}),
+        (GOOD, {"exit_statuses": (1,)}),
+        (GOOD, {"green": False}),
+        (GOOD, {"judge_problems": ("1 trajectory(s) were trained more than once: e0-1.0",)}),
+        (GOOD, {"green": False, "judge_problems": ("a step is missing",)}),
+        (GOOD, {"lost": 1}),
+        (GOOD, {"trained_twice": -1}),
+        (GOOD, {"staleness_violations": 1}),
+        (GOOD, {"regenerated_tokens": 6}),
+        (GOOD, {"regenerated_tokens": None}),
+        (GOOD, {"deltas": 0}),
+        (DAMAGED, {"injected": False}),
+        (DAMAGED, {"exit_statuses": (0, 1)}),
+        (DAMAGED, {"exit_statuses": (2, 0)}),
+        (DAMAGED, {"green": True}),
+        (DAMAGED, {"green": True, "judge_problems": ()}),
+        (DAMAGED, {"judge_problems": ()}),
+        (DAMAGED, {"trainer_ends": 11}),
+        (DAMAGED, {"output": "error: trainer-0 ended with status 1, 21 times"}),
+    ],
+)
+def test_a_round_fails_for_each_broken_promise_or_when_judge_and_audit_disagree(
+    sound: ChaosRound, change: dict[str, Any]
+) -> None:
+    assert sound.passed
+    assert not replace(sound, **change).passed
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -105,26 +115,6 @@ def test_every_preset_can_have_a_round(preset: str) -> None:
     config = validate_run_config(short_run_config(Path("run"), 0, preset), "round")
     resolved = Schedule.from_config(config)
     assert (resolved.preset, config.schedule.max_staleness) == (preset, resolved.max_staleness)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"injected": False},
-        {"exit_statuses": (0, 1)},
-        {"exit_statuses": (2, 0)},
-        {"green": True},
-        {"green": True, "judge_problems": ()},
-        {"judge_problems": ()},
-        {"trainer_ends": 11},
-        {"output": "error: trainer-0 ended with status 1, 21 times"},
-    ],
-)
-def test_a_round_that_must_end_with_an_error_fails_when_it_does_not_or_judge_and_audit_disagree(
-    change: dict[str, Any],
-) -> None:
-    assert DAMAGED.passed
-    assert not replace(DAMAGED, **change).passed
 
 
 def look(t: float, generated: dict[str, float], saved: int, *, leased: int = 0, running: int = 0) -> dict[str, Any]:
@@ -229,13 +219,10 @@ def test_a_round_over_its_bound_misses_a_bar_and_one_without_a_bound_has_none() 
     assert len(missed([_regeneration(2, replace(GOOD, regenerated_tokens=6))])) == 1
 
 
-def test_the_rounds_are_of_38_faults() -> None:
-    assert len(FAULTS) == len({fault.name for fault in FAULTS}) == 38
-
-
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:
     assert [fault.name for fault in faults_named("kill -9 generator")] == ["kill -9 generator"]
     assert faults_named(None) == list(FAULTS)
+    assert len({fault.name for fault in FAULTS}) == 38
     with pytest.raises(ConfigError, match="choose one of: .*kill -9 generator; .*flip a byte of the newest policy"):
         faults_named("kill -9 generators")
 
