@@ -158,7 +158,6 @@ def _in_points(difference: Difference) -> str:
 
 
 def _chosen(option: str, names: Sequence[str] | None, known: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
-    """Return the overrides of the runs that the user names; all without a name."""
     with clear_errors():
         if unknown := [name for name in names or () if name not in known]:
             raise ConfigError(f"{option} {unknown[0]}: not known; known: {', '.join(known)}")
@@ -233,7 +232,6 @@ def _short_runs(
 
 
 def _demo(name: str, path: Path, overrides: Sequence[str], console: Console, *, inline: bool = False) -> None:
-    """Run the demo in a folder to its report."""
     console.print(name, style="bold", highlight=False)
     run_name = f"name=demo-{name.replace('_', '-').replace('/', '-')}"
     config = load_run_config(

@@ -152,7 +152,6 @@ def run_command(run: Callable[..., list[Measure]], title: str, text: str | None)
 
 
 def _table(measures: Sequence[Measure], title: str) -> Table:
-    """Return a table with one row per measure and its bars."""
     table = Table("measure", "value", "unit", "baseline", "baseline value", "ratio", "bar", title=title)
     for m in measures:
         ratio = "" if m.ratio is None else f"{m.ratio:.2f}"

@@ -131,7 +131,6 @@ async def _measure(plan: Plan, output: Path | None) -> list[Measure]:
 
 @asynccontextmanager
 async def _engine(plan: Plan, root: Path, *, cuda_graphs: bool) -> AsyncIterator[TorchEngine]:
-    """Run an engine with slots for the largest arm."""
     workload = plan.workload
     config = GeneratorConfig(
         slots=max(*plan.pools, workload.batch_size),

@@ -21,9 +21,9 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.mesh import Desired, RunLimits
 from rollmesh.segments import join_segments
-from rollmesh.sim.queue_model import GroupState, ModelGroup, QueueModel, Save
+from rollmesh.sim.queue_model import GroupState, QueueModel, Save
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import Batch, FinishReason, Group, Prompt, Segment, Trajectory
+from rollmesh.types import Batch, FinishReason, Prompt, Segment, Trajectory
 
 _PHASES = ("load", "generate", "train", "export")
 _WORKER = "worker"
@@ -184,11 +184,11 @@ class BenchArm:
             await self._engine.interrupt()
             await self._collect(asyncio.ALL_COMPLETED)
         self._queue.cut(train_step, [group.group_id for group in in_order[:wanted]])
-        return Batch(train_step=train_step, groups=tuple(self._take_group(group) for group in self._queue.claim()))
-
-    def _take_group(self, group: ModelGroup) -> Group:
-        members = [self._members.pop(member.trajectory_id) for member in group.members]
-        return group_of(int(group.group_id), (member.trajectory() for member in members))
+        groups = [
+            group_of(int(g.group_id), [self._members.pop(m.trajectory_id).trajectory() for m in g.members])
+            for g in self._queue.claim()
+        ]
+        return Batch(train_step=train_step, groups=tuple(groups))
 
     def _start_calls(self) -> None:
         """Fill the pool: partial trajectories of the oldest groups, then new ones, then further groups.

@@ -84,7 +84,6 @@ RoleMain = Callable[[Work], Coroutine[Any, Any, Span]]
 
 
 def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, group_size: int, trajectories: int) -> Measure:
-    """Measure the lives per second of both arms in turn."""
     rates: dict[str, list[float]] = {"ours": [], "bare": []}
     for number in range(-1, rounds):
         # The first pair of runs warms up the processes and does not count.

@@ -82,7 +82,6 @@ def real_run(
 
 @contextlib.contextmanager
 def _killed(launcher: int) -> Iterator[None]:
-    """Kill the launcher and the processes that it has started, and wait for their end."""
     try:
         yield
     finally:
@@ -193,7 +192,6 @@ def _runnable_weights(own: Collection[int]) -> Counter[float]:
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:
-    """Keep every thread of a process on these cores."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.sched_setaffinity(int(thread), cores)

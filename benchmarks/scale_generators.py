@@ -150,7 +150,6 @@ class EmulatedEngine:
         """Return at once: a task of this loop samples the tokens."""
 
     async def _reject(self, *_arguments: object, **_options: object) -> NoReturn:
-        """Raise EngineError: there is no model, and the bench does not pause."""
         raise EngineError("the scale bench emulates token streams only")
 
     start = stage = load = score = pause = resume = _reject
@@ -207,7 +206,6 @@ async def serve_generators(
 
 
 async def _follow_policies(store: TrajectoryStore, served: Sequence[tuple[EmulatedEngine, ServingState]]) -> NoReturn:
-    """Serve the newest announced version on every generator."""
     while True:
         newest = await store.policies.latest()
         for engine, serving_state in served:

@@ -75,7 +75,6 @@ def main() -> int:
 
 
 def _service(options: ProcessOptions, config: RunConfig, folder: Path) -> Callable[[Shutdown], Awaitable[None]]:
-    """Return the service of a role; a process imports only its own role."""
     answers = Answers(options.mean_tokens)
     if options.role == "consumer":
         return partial(_consume, config, answers, folder / "ledger")
@@ -88,8 +87,6 @@ def _service(options: ProcessOptions, config: RunConfig, folder: Path) -> Callab
 
 @asynccontextmanager
 async def _probed(file: Path, samples: Samples) -> AsyncIterator[None]:
-    """Measure the lag of the event loop during the block."""
-
     async def probe() -> None:
         while True:
             written = time.monotonic()

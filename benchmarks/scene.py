@@ -162,7 +162,6 @@ class Scene:
                 await asyncio.sleep(0.002)
 
     async def _next_token(self) -> None:
-        """Wait for a token in any stream."""
         self.token_arrived.clear()
         await self.token_arrived.wait()
 

@@ -90,7 +90,6 @@ def run(
 
 
 def _check_model(folder: Path) -> None:
-    """Raise ConfigError unless the folder has a model that is long enough."""
     try:
         positions = int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as error:

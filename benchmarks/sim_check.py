@@ -106,7 +106,12 @@ def run(
     Raises ConfigError, before a run, for an arm that is no preset or that the simulator is calibrated on.
     """
     arms = arm or ARMS
-    _refuse_other_arms(arms)
+    for name in arms:
+        if name == CALIBRATED_ON:
+            raise ConfigError(f"--arm {name}: the simulator is calibrated on its runs; give a preset that it predicts")
+        if name not in PRESETS:
+            known = ", ".join(preset for preset in PRESETS if preset != CALIBRATED_ON)
+            raise ConfigError(f"--arm {name}: no such preset; known are {known}")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     seeds = seeds or (_QUICK_SEEDS if quick else SEEDS)
     updates = updates or (_QUICK_UPDATES if quick else UPDATES)
@@ -144,16 +149,6 @@ def measures_of(pairs: Sequence[Pair]) -> list[Measure]:
         else:
             rows.append(row(f"{arm}, {cell}: median", chosen, _BARS))
     return rows
-
-
-def _refuse_other_arms(arms: Sequence[str]) -> None:
-    """Raise ConfigError for an arm that is no preset, or that the simulator is calibrated on."""
-    for arm in arms:
-        if arm == CALIBRATED_ON:
-            raise ConfigError(f"--arm {arm}: the simulator is calibrated on its runs; give a preset that it predicts")
-        if arm not in PRESETS:
-            known = ", ".join(name for name in PRESETS if name != CALIBRATED_ON)
-            raise ConfigError(f"--arm {arm}: no such preset; known are {known}")
 
 
 def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int) -> Iterator[Pair]:

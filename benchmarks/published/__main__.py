@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.published.pools import write_recommendation_document
-from benchmarks.published.predictions import assumptions_with, predictions
+from benchmarks.published.predictions import predictions, times_of
 from benchmarks.published.section import documents, fidelity_section, with_section
 from benchmarks.published.speed_ups import published_speed_ups
 from rollmesh.cli.common import JsonOption, clear_errors
@@ -25,7 +25,7 @@ def speed_ups(with_: With = None, as_json: JsonOption = False, write: Write = No
     """Simulate the set-up of every published speed-up, method and baseline; about three minutes of one core."""
     with clear_errors():
         rows = published_speed_ups()
-        found = predictions(rows, assumptions_with(with_ or []), on_arm=lambda name: typer.echo(name, err=True))
+        found = predictions(rows, times_of(with_ or []), on_arm=lambda name: typer.echo(name, err=True))
         if as_json:
             for document in documents(found):
                 typer.echo(json.dumps(document))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.published.speed_ups import PublishedArm, PublishedSetup, PublishedSpeedUp, Quantity
@@ -20,7 +21,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS, companion_settings
 from rollmesh.sim.arms import parse_setup
 from rollmesh.sim.figures import Figures, figures
-from rollmesh.sim.roofline import WEIGHT_BYTES, Efficiencies, find_gpu, find_model, weight_count
+from rollmesh.sim.roofline import WEIGHT_BYTES, find_gpu, find_model, weight_count
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings
 
@@ -31,6 +32,13 @@ _TIE = 0.01
 _WITH_OWN_PASS = ("recompute", "current")
 """Old logprobs for which the published systems make a pass, also with one minibatch, where ours needs none."""
 _WEIGHT_SHARE = 0.5
+GPU = "H800"
+"""Where a source names no GPU: AReaL, RollPacker and RollArt have it, APRIL H100, verl H20."""
+_PROMPT_TOKENS = 256
+"""Between the mean prompts of the public traces: 161 (math) and 485 (code)."""
+_SLOTS = 256
+"""Calls of a generator at the same time: the default of vLLM."""
+_TRAIN_STEPS = 20
 _TIMES = ("switch_seconds", "step_fixed_seconds", "storage_bytes_per_second", "swap_seconds", "reward_seconds")
 
 
@@ -56,7 +64,7 @@ class Prediction:
 
 def predictions(
     rows: Sequence[PublishedSpeedUp],
-    assumptions: Assumptions | None = None,
+    times: Mapping[str, float] = MappingProxyType({}),
     *,
     on_arm: Callable[[str], None] = lambda name: None,
 ) -> list[Prediction]:
@@ -64,7 +72,7 @@ def predictions(
 
     Raises ConfigError for fewer than two such rows.
     """
-    used, simulator = assumptions or Assumptions(), _Simulator(on_arm)
+    simulator = _Simulator(on_arm)
     known = [row for row in rows if row.setup is not None]
     in_bar = [row for row in known if row.is_in_bar]
     means = {
@@ -73,7 +81,7 @@ def predictions(
         for row, mean in zip(group, leave_one_out([row.speed_up for row in group]), strict=True)
     }
     return [
-        Prediction(published=row, simulated=simulator.speed_up(row, used), leave_one_out=means[row.name])
+        Prediction(published=row, simulated=simulator.speed_up(row, times), leave_one_out=means[row.name])
         for row in known
     ]
 
@@ -85,14 +93,16 @@ class _Simulator:
         self._on_arm = on_arm
         self._known: list[tuple[MeshSettings, Figures]] = []
 
-    def speed_up(self, row: PublishedSpeedUp, assumptions: Assumptions) -> float:
+    def speed_up(self, row: PublishedSpeedUp, times: Mapping[str, float]) -> float:
         if row.setup is None:
             raise ConfigError(f"{row.name}: no set-up is known, so nothing is predicted")
-        method, baseline = (
-            _rate(row.quantity, self._figures(f"{row.name}: {name}", arm_settings(row.setup, arm, assumptions)))
-            for name, arm in (("method", row.setup.method), ("baseline", row.setup.baseline))
-        )
-        return method / baseline
+
+        def rate(name: str, setup: PublishedSetup, arm: PublishedArm) -> float:
+            found = self._figures(f"{row.name}: {name}", arm_settings(setup, arm, times))
+            is_time = row.quantity is Quantity.TIME
+            return found.updates_per_hour if is_time else found.trained_tokens_per_second / found.trainer_wait_share
+
+        return rate("method", row.setup, row.setup.method) / rate("baseline", row.setup, row.setup.baseline)
 
     def _figures(self, name: str, settings: MeshSettings) -> Figures:
         for known, found in self._known:
@@ -102,12 +112,6 @@ class _Simulator:
         found = figures(SimulatedMesh(settings).run(), settings.devices)
         self._known.append((settings, found))
         return found
-
-
-def _rate(quantity: Quantity, found: Figures) -> float:
-    if quantity is Quantity.TIME:
-        return found.updates_per_hour
-    return found.trained_tokens_per_second / found.trainer_wait_share
 
 
 def leave_one_out(speed_ups: Sequence[float]) -> list[float]:
@@ -133,51 +137,39 @@ def ordered_pairs(found: Sequence[Prediction], system: str) -> Iterator[tuple[Pr
             yield low, high, low.simulated < high.simulated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assumptions:
-    """Constants that no source of a row states."""
+def times_of(settings: Sequence[str]) -> Mapping[str, float]:
+    """Return other times of all rows, and the seed, from ``name=value``. Raises ConfigError for another name or value.
 
-    gpu: str = "H800"
-    """Where a source names no GPU: AReaL, RollPacker and RollArt have it, APRIL H100, verl H20."""
-    prompt_tokens: int = 256
-    """Between the mean prompts of the public traces: 161 (math) and 485 (code)."""
-    slots: int = 256
-    """Calls of a generator at the same time: the default of vLLM."""
-    train_steps: int = 20
-    reasoning_lengths: str = "intern-s1-math"
-    """R1-Distill and Qwen3. ``{cap}`` is the most tokens of a response of the row."""
-    base_lengths: str = "dapo-32b:cap={cap}"
-    """Qwen2.5."""
-    efficiencies: Efficiencies = field(default_factory=Efficiencies)
-    times: Mapping[str, float] = field(default_factory=dict)
-    """Other times, and the seed, of ``SimulationSetup``, for every row."""
-
-
-def assumptions_with(settings: Sequence[str]) -> Assumptions:
-    """Return the assumptions with other times, as ``name=value``. Raises ConfigError for another name or value."""
+    They are fields of ``SimulationSetup``.
+    """
     for item in settings:
         if item.partition("=")[0] not in ("seed", *_TIMES):
             raise ConfigError(f"--with {item}: the command takes seed, {', '.join(_TIMES)}, for all rows")
     setup = parse_setup(settings)
-    return Assumptions(times={name: getattr(setup, name) for name in setup.model_fields_set})
+    return {name: getattr(setup, name) for name in setup.model_fields_set}
 
 
-def arm_settings(setup: PublishedSetup, arm: PublishedArm, assumptions: Assumptions) -> MeshSettings:
+def arm_settings(
+    setup: PublishedSetup, arm: PublishedArm, times: Mapping[str, float] = MappingProxyType({})
+) -> MeshSettings:
     """Return the simulation of the method or of the baseline of a row."""
-    gpu = setup.gpu or assumptions.gpu
-    groups, devices = setup.groups_per_batch, _tensor_parallel(setup.model, gpu)
+    gpu, groups, devices = setup.gpu or GPU, setup.groups_per_batch, 1
+    weights = WEIGHT_BYTES * weight_count(find_model(setup.model))
+    while weights > _WEIGHT_SHARE * devices * find_gpu(gpu).memory_bytes:
+        devices *= 2
+    is_base = setup.model.startswith("qwen2.5")  # the others are reasoning models
     overrides = [
         *companion_settings(PRESETS[arm.preset]),
         f"schedule.preset={arm.preset}",
         f"schedule.groups_per_batch={groups}",
         f"schedule.group_size={setup.group_size}",
         f"trainer.minibatches={setup.optimizer_steps}",
-        f"trainer.train_steps={assumptions.train_steps}",
-        f"data.max_prompt_tokens={assumptions.prompt_tokens}",
+        f"trainer.train_steps={_TRAIN_STEPS}",
+        f"data.max_prompt_tokens={_PROMPT_TOKENS}",
         f"rollout.max_new_tokens={setup.response_tokens}",
-        f"generator.max_context_tokens={assumptions.prompt_tokens + setup.response_tokens}",
+        f"generator.max_context_tokens={_PROMPT_TOKENS + setup.response_tokens}",
         f"generator.replicas={arm.generator_gpus // devices}",
-        f"generator.slots={assumptions.slots}",
+        f"generator.slots={_SLOTS}",
         *arm.settings,
     ]
     if arm.window_batches is not None:
@@ -188,24 +180,13 @@ def arm_settings(setup: PublishedSetup, arm: PublishedArm, assumptions: Assumpti
         "tensor_parallel": devices,
         "trainer_devices": arm.trainer_gpus or arm.generator_gpus,
         "colocated": not arm.trainer_gpus,
-        "lengths": _lengths(setup.model, assumptions).format(cap=setup.response_tokens),
-        "prompt_tokens": assumptions.prompt_tokens,
+        "lengths": f"dapo-32b:cap={setup.response_tokens}" if is_base else "intern-s1-math",
+        "prompt_tokens": _PROMPT_TOKENS,
         "reward_workers": groups * setup.group_size,
-        **assumptions.times,
+        **times,
     }
     config = load_run_config(DEFAULT_RUN, overrides)
-    settings = mesh_settings(config, SimulationSetup.model_validate(values), efficiencies=assumptions.efficiencies)
+    settings = mesh_settings(config, SimulationSetup.model_validate(values))
     if config.trainer.algorithm.old_logprobs not in _WITH_OWN_PASS:
         return settings
     return replace(settings, trainer=replace(settings.trainer, evidence_passes=1))
-
-
-def _lengths(model: str, assumptions: Assumptions) -> str:
-    return assumptions.base_lengths if model.startswith("qwen2.5") else assumptions.reasoning_lengths
-
-
-def _tensor_parallel(model: str, gpu: str) -> int:
-    weights, memory, devices = WEIGHT_BYTES * weight_count(find_model(model)), find_gpu(gpu).memory_bytes, 1
-    while weights > _WEIGHT_SHARE * devices * memory:
-        devices *= 2
-    return devices

@@ -8,8 +8,8 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.published.predictions import (
+    GPU,
     ORDERED_SYSTEMS,
-    Assumptions,
     Prediction,
     leave_one_out,
     log_error,
@@ -36,7 +36,11 @@ def fidelity_section(rows: Sequence[PublishedSpeedUp], found: Sequence[Predictio
         "",
         "| not predicted | over | evidence | published | missing |",
         "|---|---|---|---|---|",
-        *(_unknown_line(row) for row in rows if row.setup is None),
+        *(
+            f"| {row.name} | {row.baseline} | {row.evidence.value} | {row.speed_up:.2f} | {row.remark} |"
+            for row in rows
+            if row.setup is None
+        ),
         "",
         *_sources(rows),
         "",
@@ -104,7 +108,7 @@ def _setup(setup: PublishedSetup) -> str:
         f"`{arm.preset}` {arm.generator_gpus}" + (f" + {arm.trainer_gpus}" if arm.trainer_gpus else "")
         for arm in (setup.method, setup.baseline)
     )
-    gpu = setup.gpu or f"{Assumptions().gpu} (assumed)"
+    gpu = setup.gpu or f"{GPU} (assumed)"
     return f"{gpus} {gpu}, {setup.model}, {setup.groups_per_batch} x {setup.group_size}, {setup.response_tokens:,}"
 
 
@@ -131,10 +135,6 @@ def _orders(found: Sequence[Prediction]) -> Iterator[str]:
         wrong = [f"{low.published.row} below {high.published.row}" for low, high, right in pairs if not right]
         rest = f"; not: {', '.join(wrong)}" if wrong else ""
         yield f"Order of the rows of {system}: {len(pairs) - len(wrong)} of {len(pairs)} pairs right{rest}."
-
-
-def _unknown_line(row: PublishedSpeedUp) -> str:
-    return f"| {row.name} | {row.baseline} | {row.evidence.value} | {row.speed_up:.2f} | {row.remark} |"
 
 
 def _sources(rows: Sequence[PublishedSpeedUp]) -> Iterator[str]:

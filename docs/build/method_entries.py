@@ -44,7 +44,6 @@ def method_entries(point: Point[Any]) -> list[MethodEntry]:
 
 
 def _definition(point: Point[Any], name: str) -> list[str]:
-    """Return the paragraphs of the docstring of a method's function, or of its row."""
     method, target = point.methods[name], point.target(name)
     if isinstance(method, OldLogprobMethod):
         return [f"`pi_old` of a token: {method.value.replace('``', '`')}."]

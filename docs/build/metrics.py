@@ -71,7 +71,6 @@ def _exported(family: Metric) -> str:
 
 
 def _labels(family: Metric) -> str:
-    """Format the label names of a family; empty without labels."""
     names = {name for sample in family.samples for name in sample.labels if name != "le"}
     return ", ".join(f"`{name}`" for name in sorted(names))
 

@@ -124,7 +124,6 @@ def extractor_names() -> str:
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[FieldRow, ...]]:
-    """Yield the fields of each part of a mixture."""
     part = schema.get("$defs", {}).get("MixturePart")
     for table in field_tables(part) if part else ():
         yield tuple(
@@ -170,5 +169,4 @@ def _about_options(made: Any) -> str:
 
 
 def _text(docstring: str | None) -> str:
-    """Return a docstring as Markdown with its paragraphs."""
     return inspect.cleandoc(docstring or "").replace("``", "`")

@@ -126,7 +126,6 @@ class DecodeCurve:
             ) from error
 
     def _rows(self) -> dict[int, dict[int, float]]:
-        """Return seconds by running calls and context."""
         rows: dict[int, dict[int, float]] = {}
         for point in self.points:
             rows.setdefault(point.running, {})[point.context] = point.seconds
@@ -143,7 +142,6 @@ def _fit(running: int, row: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _require_no_fall(name: str, seconds: Mapping[int, float]) -> None:
-    """Raise ConfigError if a larger key has clearly fewer seconds."""
     for (small, before), (large, after) in pairwise(sorted(seconds.items())):
         if after < before * (1 - _NOISE):
             raise ConfigError(

@@ -124,7 +124,6 @@ class Failures:
         self._fleet.start(slow_factor=slow_factor)
 
     def _repeat(self, kind: str, per_hour: float, strike: Callable[[], None]) -> None:
-        """Strike at the times of a Poisson process."""
         if not per_hour:
             return
 

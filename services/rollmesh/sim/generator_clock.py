@@ -204,7 +204,6 @@ class GeneratorClock:
         return boundaries
 
     def _ending(self) -> list[_Call]:
-        """Return the running calls that need no further step."""
         if not self._heap or self._heap[0][0] > self._steps:
             return []
         return [call for call in self._running.values() if call.start + call.remaining <= self._steps]
@@ -292,7 +291,6 @@ class GeneratorClock:
         self._in_step = running
 
     def _start_waiting(self) -> None:
-        """Start waiting calls in order while slots and cache are free."""
         waiting, running = self._waiting, self._running
         while waiting and len(running) < self._slots:
             call = waiting[0]
@@ -308,7 +306,6 @@ class GeneratorClock:
             self._context += size
 
     def _stop(self, call: _Call) -> None:
-        """Take a call out of the running ones."""
         del self._running[call.number]
         call.order = -1
         self._context -= self._cached(call)
@@ -333,7 +330,6 @@ class GeneratorClock:
         self.reprefilled_tokens += again
 
     def _begin_work(self) -> None:
-        """End an idle time, if there is one."""
         self._ready = max(self._ready, self.now)
 
     def _count_call_seconds(self, time: float) -> None:

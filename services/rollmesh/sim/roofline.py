@@ -221,6 +221,5 @@ class Roofline:
 
     @property
     def _free_bytes(self) -> float:
-        """Bytes for the cache on each device."""
         weights = WEIGHT_BYTES * weight_count(self.model) / self.tensor_parallel
         return self.efficiencies.cache_share * self.gpu.memory_bytes - weights

@@ -106,6 +106,8 @@ class SimulatedMesh:
             reward_time=RewardWorkers(settings.rewards).known_at,
             invariants=self.invariants,
         )
+        sampler = settings.sampler
+        draws = SimulatedDraws(settings.prompts, sampler, self.queue, settings.seed) if sampler else None
         self.leader = SimulatedLeader(
             self.clock,
             self.queue,
@@ -114,9 +116,7 @@ class SimulatedMesh:
             self.worker,
             self.fleet,
             rounds=settings.rounds,
-            draws=None
-            if (sampler := settings.sampler) is None
-            else SimulatedDraws(settings.prompts, sampler, self.queue, settings.seed),
+            draws=draws,
             invariants=self.invariants,
         )
         self.trainer = SimulatedTrainer(
@@ -128,10 +128,8 @@ class SimulatedMesh:
             on_trained=self._trained,
             on_policy=self._announced,
         )
-        self._cores = None
-        if settings.cores is not None:
-            parts = settings.schedule.part_groups
-            self._cores = SimulatedCores(settings.cores, self.fleet, self.trainer, part_groups=parts)
+        cores, parts = settings.cores, settings.schedule.part_groups
+        self._cores = SimulatedCores(cores, self.fleet, self.trainer, part_groups=parts) if cores else None
         self._failures = Failures(
             self.clock,
             settings.failures,

@@ -30,7 +30,6 @@ from rollmesh.sim.roofline import (
     ALIASES,
     MODELS,
     WEIGHT_BYTES,
-    Efficiencies,
     Roofline,
     find_gpu,
     find_model,
@@ -102,12 +101,8 @@ def mesh_settings(
     failures: FailurePlan | None = None,
     *,
     is_long: bool = False,
-    efficiencies: Efficiencies | None = None,
 ) -> MeshSettings:
-    """Return the settings of a simulation; raises ConfigError for values that do not fit together.
-
-    Other ``efficiencies`` than the assumed ones show how much a result depends on them.
-    """
+    """Return the settings of a simulation; raises ConfigError for values that do not fit together."""
     schedule = Schedule.from_config(config)
     for field in ("token_budget", "turn_budget"):
         if (name := getattr(config.curriculum, field)) != "constant":
@@ -119,7 +114,6 @@ def mesh_settings(
         gpu=find_gpu(setup.gpu),
         model=find_model(model_name(config, setup)),
         tensor_parallel=setup.tensor_parallel,
-        efficiencies=efficiencies or Efficiencies(),
     )
     prompts = _prompts(config, setup, schedule)
     return MeshSettings(
@@ -286,12 +280,10 @@ def _evidence_passes(config: RunConfig) -> int:
 
 
 def _transfer_seconds(setup: SimulationSetup, roofline: Roofline) -> float:
-    """Return the time to write or to read the weights."""
     return WEIGHT_BYTES * weight_count(roofline.model) / setup.storage_bytes_per_second
 
 
 def _devices(setup: SimulationSetup, generators: int) -> int:
-    """Return the devices of the whole mesh."""
     of_generators = generators * setup.tensor_parallel
     if not setup.colocated:
         return of_generators + setup.trainer_devices

@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 
 from benchmarks.published.__main__ import app
 from benchmarks.published.predictions import (
-    Assumptions,
     Prediction,
     arm_settings,
-    assumptions_with,
     leave_one_out,
     log_error,
     ordered_pairs,
     predictions,
+    times_of,
 )
 from benchmarks.published.section import fidelity_section, row_line, with_section
 from benchmarks.published.speed_ups import PublishedSpeedUp, published_speed_ups
@@ -68,7 +67,7 @@ def test_the_figures_are_those_of_the_sources() -> None:
 def test_both_arms_of_a_set_up_have_its_batch_and_as_many_gpus(published: PublishedSpeedUp) -> None:
     assert published.setup is not None
     method, baseline = (
-        arm_settings(published.setup, arm, Assumptions()) for arm in (published.setup.method, published.setup.baseline)
+        arm_settings(published.setup, arm) for arm in (published.setup.method, published.setup.baseline)
     )
     assert method.devices == baseline.devices
     assert method.prompts == baseline.prompts
@@ -81,7 +80,7 @@ def test_a_method_has_as_many_passes_over_old_logprobs_as_its_baseline() -> None
     for published in (each for each in ROWS if each.setup and each.system != "verl asynchronous"):
         assert published.setup is not None
         arms = (published.setup.method, published.setup.baseline)
-        method, baseline = (arm_settings(published.setup, arm, Assumptions()).trainer for arm in arms)
+        method, baseline = (arm_settings(published.setup, arm).trainer for arm in arms)
         assert method.evidence_passes == baseline.evidence_passes, published.name
 
 
@@ -136,7 +135,7 @@ def test_the_document_has_every_published_row(published: PublishedSpeedUp) -> No
 def test_a_setting_that_is_no_time_of_all_rows_is_refused() -> None:
     for setting in ("gpu=H100", "switch_seconds=-1"):
         with pytest.raises(ConfigError, match=setting):
-            assumptions_with([setting])
+            times_of([setting])
 
 
 def test_the_command_prints_the_predictions_that_the_document_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +152,9 @@ def test_the_command_prints_the_predictions_that_the_document_has(monkeypatch: p
 
 
 def test_a_time_is_changed_in_every_row() -> None:
-    assumptions = assumptions_with(["switch_seconds=50", "seed=3"])
+    times = times_of(["switch_seconds=50", "seed=3"])
     for published in ROWS:
         if published.setup is not None and not published.setup.baseline.trainer_gpus:
-            settings = arm_settings(published.setup, published.setup.baseline, assumptions)
+            settings = arm_settings(published.setup, published.setup.baseline, times)
             assert settings.trainer.switch_seconds == 50
             assert settings.prompts.lengths.seed == 3

@@ -161,17 +161,11 @@ def test_groups_that_no_later_batch_needs_leave_in_the_cut_order(order: str, exp
     assert decide(schedule(max_staleness=4, cut_order=order), at_step(3, ready=ready)).cut == expected
 
 
-def test_a_group_that_is_due_goes_before_shorter_ones() -> None:
+def test_a_group_that_is_due_goes_before_shorter_ones_and_blocks_their_cut_while_it_is_open() -> None:
     """Staleness 2 at step 3: tokens of train step 1 can be trained in this batch only."""
-    ready = [group(1, 3, tokens=5), group(2, 3, tokens=4), group(7, 1, tokens=900)]
-    assert decide(schedule(max_staleness=2, cut_order="shortest"), at_step(3, ready=ready)).cut == ("e0-7", "e0-2")
-
-
-def test_an_unfinished_group_that_is_due_still_blocks_the_cut_of_shorter_ones() -> None:
-    ready = [group(5, 3, tokens=1), group(6, 3, tokens=1)]
-    assert decide(
-        schedule(max_staleness=2, cut_order="shortest"), at_step(3, ready=ready, opened=[group(1, 1)])
-    ).blocked
+    rules, short = schedule(max_staleness=2, cut_order="shortest"), [group(1, 3, tokens=5), group(2, 3, tokens=4)]
+    assert decide(rules, at_step(3, ready=[*short, group(7, 1, tokens=900)])).cut == ("e0-7", "e0-2")
+    assert decide(rules, at_step(3, ready=short, opened=[group(7, 1)])).blocked
 
 
 @pytest.mark.parametrize("order", ["shortest", "oldest"])

@@ -86,14 +86,7 @@ def test_the_straggler_timeout_restarts_with_every_rollout_that_ends():
 
 @pytest.mark.parametrize(
     "healthy",
-    [
-        {"leased": 4},
-        {"pending": 1},
-        {"partial": 1},
-        {"finished": 1},
-        {"registered_generators": 0},
-        {"cut_step": 1},
-    ],
+    [{"leased": 4}, {"pending": 1}, {"partial": 1}, {"finished": 1}, {"registered_generators": 0}, {"cut_step": 1}],
     ids=["all slots work", "one waits", "a partial waits", "a reward is awaited", "no generator", "the trainer works"],
 )
 def test_a_batch_that_is_being_generated_has_no_stragglers_however_long_it_takes(healthy):
@@ -288,6 +281,7 @@ def test_no_more_groups_open_than_the_remaining_steps_need_and_the_pool_holds():
         ({"policy_version": -1, "policy_train_step": -1}, "the initial policy"),
         ({"user_paused": True}, "an operator to resume"),
         ({"recovering": True}, "workers to register again"),
+        ({"memory_ratio": 1.25, "opened": [group(0)], "unfinished": 4}, "the store is full (125% of maxmemory"),
     ],
 )
 def test_admission_stops_and_says_why(state, reason):
@@ -296,33 +290,22 @@ def test_admission_stops_and_says_why(state, reason):
     assert reason in decisions.desired.waiting_for
 
 
-def test_a_full_store_is_named_even_while_rollouts_wait_for_room():
-    seen = view(memory_ratio=1.25, opened=[group(0)], unfinished=4)
-    assert "the store is full (125% of maxmemory" in decide(schedule(), seen).desired.waiting_for
-
-
-def test_a_paused_or_recovering_mesh_cuts_nothing():
+@pytest.mark.parametrize(("state", "paused"), [("user_paused", True), ("recovering", False)])
+def test_a_paused_or_recovering_mesh_cuts_nothing(state, paused):
     ready = [group(0), group(1)]
     assert decide(schedule(), view(ready=ready)).cut is not None
-    paused = decide(schedule(), view(ready=ready, user_paused=True))
-    assert paused.cut is None
-    assert paused.desired.paused
-    recovering = decide(schedule(), view(ready=ready, recovering=True))
-    assert recovering.cut is None
-    assert not recovering.desired.paused
+    decisions = decide(schedule(), view(ready=ready, **{state: True}))
+    assert (decisions.cut, decisions.desired.paused) == (None, paused)
 
 
-def test_a_row_of_equal_rewards_ends_the_run_with_the_reason():
-    assert not decide(schedule(max_filtered_in_a_row=5), view(filtered_in_a_row=4)).fail
-    failed = decide(schedule(max_filtered_in_a_row=5), view(filtered_in_a_row=5))
-    assert "5 groups in a row had equal rewards" in failed.fail
-    assert failed.admit_groups == 0
-
-
-def test_a_row_of_groups_without_scores_ends_the_run_instead_of_using_up_the_prompts():
-    assert not decide(schedule(max_filtered_in_a_row=5), view(unscored_in_a_row=4)).fail
-    failed = decide(schedule(max_filtered_in_a_row=5), view(unscored_in_a_row=5))
-    assert "5 groups in a row ended with fewer than two scored answers" in failed.fail
+@pytest.mark.parametrize(
+    ("counter", "reason"),
+    [("filtered_in_a_row", "had equal rewards"), ("unscored_in_a_row", "ended with fewer than two scored answers")],
+)
+def test_a_row_of_groups_that_no_batch_can_train_ends_the_run_with_the_reason(counter, reason):
+    assert not decide(schedule(max_filtered_in_a_row=5), view(**{counter: 4})).fail
+    failed = decide(schedule(max_filtered_in_a_row=5), view(**{counter: 5}))
+    assert f"5 groups in a row {reason}" in failed.fail
     assert failed.admit_groups == 0
 
 

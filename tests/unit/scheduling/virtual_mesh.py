@@ -31,11 +31,28 @@ from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
 
 from .overtaking import Overtaking
-from .virtual_rollout import NEVER, Rollout
 
 WORKERS = 3
 DOWN = -1
 """Policy version of a generator that has crashed and not come back."""
+NEVER = 1 << 30
+"""Length of a rollout that never ends: it saves its first token, then nothing more."""
+
+
+@dataclass
+class Rollout:
+    """One trajectory as its worker and its generator know it."""
+
+    length: int
+    reward_ticks: int
+    reward: float
+    sampled: int = 0
+    generator: int | None = None
+    newest_version: int = 0
+    in_segment: int = 0
+    """Tokens under the newest version since the last rest."""
+    floor: int = 0
+    waits_for_reward: int = 0
 
 
 @dataclass
