@@ -4,18 +4,12 @@ from hypothesis import strategies as st
 from rollmesh.launcher.service_specs import plan_replicas
 
 
-def test_missing_replicas_start_at_once_and_surplus_ones_leave_from_the_top() -> None:
+def test_missing_replicas_start_at_once_and_surplus_ones_leave_from_the_top_one_at_a_time() -> None:
     assert plan_replicas(3, [0], []) == ([1, 2], None)
     assert plan_replicas(1, [0, 1, 2], []) == ([], 2)
     assert plan_replicas(0, [0], []) == ([], 0)
-
-
-def test_one_replica_leaves_at_a_time() -> None:
     assert plan_replicas(1, [0, 1, 2], [2]) == ([], None)
-    assert plan_replicas(1, [0, 1], []) == ([], 1)
-
-
-def test_an_index_that_drains_is_started_again_only_once_it_has_gone() -> None:
+    # An index that drains is started again only once it has gone.
     assert plan_replicas(3, [0, 1, 2], [2]) == ([], None)
     assert plan_replicas(3, [0, 1], []) == ([2], None)
 

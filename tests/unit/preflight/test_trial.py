@@ -116,21 +116,17 @@ class unborn(Echo):
     def __init__(self):
         self.turns = int("none")  # here: unborn
 
-class words(Echo):
-    async def step(self, response_text, idempotency_key):
-        return "a text"
+def replies(reply):
+    class Replies(Echo):
+        async def step(self, response_text, idempotency_key):
+            return reply
 
-class half(Echo):
-    async def step(self, response_text, idempotency_key):
-        return EnvironmentReply(text="hi " + chr(0xDC00), done=True)
+    return Replies
 
-class nan_reward(Echo):
-    async def step(self, response_text, idempotency_key):
-        return EnvironmentReply(text="", done=True, reward=float("nan"))
-
-class says_done(Echo):
-    async def step(self, response_text, idempotency_key):
-        return EnvironmentReply(text="", done="no")
+words = replies("a text")
+half = replies(EnvironmentReply(text="hi " + chr(0xDC00), done=True))
+nan_reward = replies(EnvironmentReply(text="", done=True, reward=float("nan")))
+says_done = replies(EnvironmentReply(text="", done="no"))
 
 class text_state(Echo):
     replayable = False
