@@ -71,8 +71,9 @@ class BucketStore(CheckpointStore):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
         if world > local:
             raise ConfigError(
-                f"checkpoints.folder={objects.url}: a trainer over several nodes ({world} ranks, {local} here) needs "
-                "a shared folder for its state; set checkpoints.folder to one, or run the trainer on one node"
+                f"checkpoints.folder={objects.url}: a trainer over several nodes ({world} ranks, {local} here) "
+                "requires a shared folder for its state; set checkpoints.folder to a shared folder, or run the "
+                "trainer on one node"
             )
         self.objects = objects
         self._pulled = PulledFolders(self.root, keep_policies=cache_policies)
