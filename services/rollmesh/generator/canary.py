@@ -43,7 +43,6 @@ class CanaryScores:
 
     policy_version: int
     engine_logprobs: Float64Array
-    """Log-probabilities of the engine."""
     trainer_logprobs: Float64Array
     """Log-probabilities of the trainer, from the manifest."""
     weights: frozenset[str]

@@ -29,6 +29,7 @@ from rollmesh.runtime.tracing import tracer
 from rollmesh.types import Chunk, GenerationCall, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
+from rollmesh.wire.codec import same_fields
 from rollmesh.wire.generation_messages import ERROR_KEY, ERRORS, check_ids, check_version, chunk_to_pb, request_from_pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -154,15 +155,10 @@ class GenerationService(stubs.GenerationServiceServicer):
             instance_id=self._serving_state.instance_id,
             draining=self._serving_state.draining,
             out_of_rotation_reason=self._serving_state.reason or failure,
-            policy_version=status.policy_version,
-            running_count=status.running_count,
-            waiting_count=status.waiting_count,
-            slot_count=status.slot_count,
-            paused=status.paused,
+            **same_fields(status, ("policy_version", "running_count", "waiting_count", "slot_count", "paused")),
         )
 
     def _check_instance(self, instance_id: str) -> None:
-        """Raise GenerationRefused if the call is for another generator, which had this address before."""
         if instance_id != self._serving_state.instance_id:
             raise PreconditionFailed(
                 f"instance_id={instance_id}: this address now belongs to instance {self._serving_state.instance_id}; "
@@ -207,7 +203,6 @@ class CallTrace:
     """Span of one call. Its events are ``prefilled`` at the first token and ``segment`` at each change of version."""
 
     def __init__(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Open the span of a call that has just arrived, in the trace of its caller."""
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         self._span = tracer().span(
             "generate",

@@ -156,15 +156,12 @@ class PolicyWatcher:
                 raise  # without an older policy to serve, the process ends, and with it the run
             if error.reason in _RETRIED_REASONS:
                 return False
-        except EngineLost as error:
-            # The engine cannot recover: the process exits and its supervisor starts a new one.
-            self._serving_state.take_out_of_service(str(error))
-            self._refused(record, error)
-            raise
         except EngineError as error:
+            if isinstance(error, EngineLost):
+                self._serving_state.take_out_of_service(str(error))
             self._refused(record, error)
-            if not self._serving_state.started:
-                # The first load: no older policy serves, so the process exits. A final error also ends the run.
+            if isinstance(error, EngineLost) or not self._serving_state.started:
+                # The engine cannot recover, or no older policy serves: the process exits. A final error ends the run.
                 raise
         self._settled = record
         return True

@@ -111,7 +111,6 @@ class ServingState:
         return count
 
     def drain(self) -> None:
-        """Reject all further calls; the process then shuts down."""
         self.drained.set()
         self.changed.set()
 
@@ -146,7 +145,6 @@ class ServingState:
             self.changed.set()
 
     def take_out_of_service(self, reason: str) -> None:
-        """Reject calls although the engine runs."""
         self.started = True
         self.out_of_rotation = reason
         self.changed.set()

@@ -114,30 +114,26 @@ class SlotQueue:
         self.counters = EngineCounters()
         self.paused = False
         """True while decoding is stopped."""
-        self._waiting: deque[ServerCall] = deque()
+        self.waiting: deque[ServerCall] = deque()
         self._running: dict[ServerCall, None] = {}
         self._since = time.monotonic()
 
     def __iter__(self) -> Iterator[ServerCall]:
-        return iter((*self._running, *self._waiting))
-
-    @property
-    def waiting_count(self) -> int:
-        return len(self._waiting)
+        return iter((*self._running, *self.waiting))
 
     def enter(self, server_call: ServerCall) -> None:
         """Queue a call; held calls have less time from now on."""
-        self._waiting.append(server_call)
+        self.waiting.append(server_call)
         for other in self._running:
             if other.backlog.blocked:
                 other.changed.set()
 
     def take(self, server_call: ServerCall) -> bool:
         """Give the call a slot if one is free and no call arrived before it."""
-        if not self._waiting or self._waiting[0] is not server_call or len(self._running) >= self.slot_count:
+        if not self.waiting or self.waiting[0] is not server_call or len(self._running) >= self.slot_count:
             return False
         self.account()
-        self._waiting.popleft()
+        self.waiting.popleft()
         self._running[server_call] = None
         server_call.running = True
         self._wake_next()
@@ -149,7 +145,7 @@ class SlotQueue:
             del self._running[server_call]
             server_call.running = False
         else:
-            self._waiting.remove(server_call)
+            self.waiting.remove(server_call)
         self._wake_next()
 
     def wake_all(self) -> None:
@@ -172,12 +168,12 @@ class SlotQueue:
         self.account()
         return EngineStatus(
             running_count=len(self._running),
-            waiting_count=len(self._waiting),
+            waiting_count=len(self.waiting),
             slot_count=self.slot_count,
             kv_tokens_used=sum(len(server_call.context) for server_call in self._running),
             **asdict(self.counters),
         )
 
     def _wake_next(self) -> None:
-        if self._waiting and len(self._running) < self.slot_count:
-            self._waiting[0].changed.set()
+        if self.waiting and len(self._running) < self.slot_count:
+            self.waiting[0].changed.set()

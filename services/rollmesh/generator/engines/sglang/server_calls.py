@@ -62,7 +62,7 @@ class Calls:
             left: float | None = None
             # A call that waits for its caller to save has a limit, unless the server is paused.
             if server_call.backlog.blocked and not state.paused:
-                contended = state.draining or state.queue.waiting_count > 0
+                contended = state.draining or bool(state.queue.waiting)
                 left = since + hold_seconds(contended=contended) - time.monotonic()
                 if left <= 0:
                     return False

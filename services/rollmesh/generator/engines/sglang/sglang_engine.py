@@ -187,7 +187,6 @@ class SglangEngine:
         self._state.serving()
 
     def status(self) -> EngineStatus:
-        """Return load and counters as counted by this engine; EngineError if the server is lost."""
         state = self._state
         if state.folder is None:
             raise EngineError("the engine has not been started")

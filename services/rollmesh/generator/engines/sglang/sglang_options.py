@@ -65,10 +65,7 @@ class SglangOptions:
         return self.log_file.with_suffix(".key.yaml")
 
     def key_text(self) -> str:
-        """Return the content of the key file.
-
-        It sets both keys: the admin key alone would leave /generate open to the machine's users.
-        """
+        """Return the key file's content: both keys, as the admin key alone leaves /generate open to the machine."""
         return json.dumps({"api-key": self.admin_key, "admin-api-key": self.admin_key})  # JSON is YAML
 
     @property
@@ -150,7 +147,6 @@ class SglangOptions:
         return capacity
 
     def _check_running_server(self, info: Mapping[str, Any]) -> None:
-        """Check the settings of a server at a url; a started server gets them from its command line."""
         generator, context = self.generator, info.get("context_length")
         if isinstance(context, int) and context < self._context_length:
             raise ConfigError(

@@ -97,7 +97,6 @@ class AdapterStack:
             all_b[at].copy_(b, non_blocking=True)
 
     def drop(self, version: int) -> None:
-        """Free the place of a version that no row uses."""
         del self._versions[version]
 
     def reserve(self, places: int) -> None:

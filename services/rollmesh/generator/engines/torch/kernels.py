@@ -35,7 +35,6 @@ class TorchMultiply:
     """Products out = a @ b of two matrices or two batches of matrices, for any device and dtype."""
 
     def operand(self, tensor: Tensor) -> Operand:
-        """Prepare a tensor as an operand, which shares its memory."""
         return tensor
 
     def __call__(self, a: Operand, b: Operand, out: Operand) -> object:

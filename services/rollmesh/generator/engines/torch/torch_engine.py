@@ -41,7 +41,6 @@ class TorchEngine:
     """
 
     def __init__(self, config: GeneratorConfig, dtype: str = "float32", adapter: AdapterSettings | None = None) -> None:
-        """Create an engine that computes in ``dtype``, the value of ``model.dtype``, and serves such adapters."""
         self._config = config
         self._adapter = adapter
         self._adapter_reader: AdapterReader | None = None
