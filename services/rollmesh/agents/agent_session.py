@@ -33,6 +33,8 @@ _ENDS = {
     "lost": "the queue has revoked its trajectory (its group was dropped, or it became too stale)",
 }
 
+KEY_PREFIX = "sk-"
+"""API key of one session: this prefix and the session's id."""
 UNWANTED = "unwanted"
 """Reason for giving up a trajectory whose only answer the agent has requested again."""
 
@@ -42,6 +44,8 @@ class AgentSession:
     """State of one session; the marks of its trajectories hold everything that must survive the process."""
 
     session_id: str
+    name: str = ""
+    """Name under which the agent opened the session; empty if it asked for one."""
     prompt: Prompt
     group_id: str
     start_time: float
@@ -89,6 +93,8 @@ class AgentSession:
         body: dict[str, Any] = {
             "id": self.session_id,
             "object": "rollmesh.session",
+            "name": self.name or None,
+            "api_key": f"{KEY_PREFIX}{self.session_id}",
             "model": run,
             "state": self.state,
             "created": int(self.start_time),
@@ -111,6 +117,7 @@ class EndedSession:
     """Ids, counts and marks of an ended session; its tokens and its task are released."""
 
     session_id: str
+    name: str
     ended: str
     """rewarded, given_up, idle or lost."""
     marks: tuple[AgentMark, ...]
@@ -123,6 +130,7 @@ class EndedSession:
         """Keep only the data of an ended session that later requests ask for."""
         return cls(
             session_id=session.session_id,
+            name=session.name,
             ended=session.ended,
             marks=tuple(trajectory.mark for trajectory in session.trajectories),
             description={**session.describe("", with_task=False), "idle_seconds_left": 0.0},

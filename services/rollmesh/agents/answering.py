@@ -13,15 +13,17 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_service import Drain, OpenAiService
 from rollmesh.agents.answer_stream import AnswerInProgress, Delta
 from rollmesh.agents.openai_answers import DONE, AnswerFormat, Choice, Endpoint, event_line
 from rollmesh.agents.openai_errors import OpenAiError, as_openai
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
+from rollmesh.agents.session_address import SESSION_HEADER, named_session
+from rollmesh.agents.session_opening import session_of_call
 from rollmesh.runtime.tasks import cancel_and_wait
 
-SESSION_HEADER = "X-Rollmesh-Session"
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header that the official clients send with every automatic retry."""
 
@@ -37,10 +39,12 @@ class Answering:
 
         Raises OpenAiError and other errors until the stream begins. Later errors become an event of the stream.
         """
-        session_id = request.headers.get(SESSION_HEADER, "")
-        call = _Call(self._service, endpoint, recorded=bool(session_id))
+        named = self._named(request)
+        call = _Call(self._service, endpoint, recorded=bool(named))
         try:
-            answers = await unless_disconnected(request, self._start(request, body, session_id), self._service.drain)
+            session, answers = await unless_disconnected(
+                request, self._start(request, body, named), self._service.drain
+            )
         except BaseException as error:
             call.end(_outcome_of(error))
             raise
@@ -54,6 +58,7 @@ class Answering:
             contexts=[answer.context_ids.tolist() for answer in answers[:: body.n or 1]],
             choices_per_context=body.n or 1,
         )
+        session_id = "" if session is None else session.session_id
         call.began(answers, sum(map(len, shape.contexts)))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
@@ -67,21 +72,25 @@ class Answering:
         return JSONResponse(whole, headers=_headers(session_id))
 
     async def _start(
-        self, request: Request, body: ChatRequest | CompletionRequest, session_id: str
-    ) -> Sequence[AnswerInProgress]:
+        self, request: Request, body: ChatRequest | CompletionRequest, named: str
+    ) -> tuple[AgentSession | None, Sequence[AnswerInProgress]]:
         service = self._service
-        if not session_id:
+        if not named:
             requests = [await self._read(body, index) for index in range(body.prompt_count)]
             await service.check_published(requests[0].pinned_version)
-            return [answer for each in requests for answer in await service.unrecorded.start(each)]
+            return None, [answer for each in requests for answer in await service.unrecorded.start(each)]
         check_recordable(body, service.config)
-        session = service.active_session(session_id)
+        session = await session_of_call(service, named)
         retry = request.headers.get(_RETRY_HEADER, "0")
         parsed = await self._read(body)
         answer = await service.agent_parts.recorded.start(
             session, parsed, is_retry=retry.isdecimal() and int(retry) > 0
         )
-        return [answer]
+        return session, [answer]
+
+    def _named(self, request: Request) -> str:
+        """Return the id or the name of the call's session; an environment's own names mean nothing in other runs."""
+        return named_session(request, with_client_header=self._service.agents is not None)
 
     async def _read(self, body: ChatRequest | CompletionRequest, index: int = 0) -> ParsedRequest:
         # Run in a thread: a long context takes seconds, and the page and the worker's heartbeat share this event loop.

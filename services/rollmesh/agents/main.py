@@ -4,31 +4,33 @@ GET     /v1/models                     the run, and the policy versions in servi
 POST    /v1/chat/completions           answer a conversation
 POST    /v1/completions                continue a text or token ids
 POST    /v1/sessions                   open a session with a prompt (rollout.program=agent)
+GET     /v1/sessions                   list the sessions in progress
 GET     /v1/sessions/{id}              show a session: trajectories, drift, state
 POST    /v1/sessions/{id}/reward       post the reward: the trajectories are finished and scored
 DELETE  /v1/sessions/{id}              give up a session without a reward: its prompt returns to the queue
 
-A call with the header ``X-Rollmesh-Session`` is recorded in that session.
+A call that names a session (``session_address``) is recorded in it.
 """
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_service import OpenAiService, openai_service
-from rollmesh.agents.answering import SESSION_HEADER, Answering, unless_disconnected
-from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, OpenAiRoute, busy, gone, too_many
+from rollmesh.agents.answering import Answering, unless_disconnected
+from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, OpenAiRoute, busy
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
-from rollmesh.agents.session_manager import SessionManager, check_repeated
+from rollmesh.agents.session_address import CLIENT_HEADER, SESSION_HEADER, SessionPaths, access_check
+from rollmesh.agents.session_manager import check_repeated
+from rollmesh.agents.session_opening import open_session
 from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.runtime.addresses import bind_host
-from rollmesh.runtime.api_app import Check, api_app, token_check
+from rollmesh.runtime.api_app import Check, api_app
 from rollmesh.runtime.http_server import accepted_hosts, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
@@ -39,19 +41,17 @@ from rollmesh.store.trajectory_store import open_service_store
 from rollmesh.text import Tokenizer
 
 PREFIX = "/v1"
-_POLL_SECONDS = 1.0
-"""Seconds between two checks for the end of the run while an agent waits for a prompt."""
-
 SessionId = Annotated[str, Path(description="Session id.", min_length=1, max_length=100)]
 _CALL = {
     "parameters": [
         {
-            "name": SESSION_HEADER,
+            "name": name,
             "in": "header",
             "required": False,
             "schema": {"type": "string"},
-            "description": "Session that records the call.",
+            "description": f"{whose} session that records the call; also the base URL /sessions/ID/v1, or the API key.",
         }
+        for name, whose in ((SESSION_HEADER, "Id of the"), (CLIENT_HEADER, "Id or own name of the"))
     ],
     "responses": {"200": {"content": {"application/json": {"schema": {}}, "text/event-stream": {}}}},
 }
@@ -99,16 +99,18 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 
 def build_app(service: OpenAiService, token: str, metrics: RequestMetrics, host: str) -> FastAPI:
     """Build the application of one run; every call requires ``token``."""
-    return api_app(
+    app = api_app(
         "agents",
         "OpenAI-compatible API of a run, and sessions of outside agents.",
         PREFIX,
-        [openai_router(service, token_check(token))],
+        [openai_router(service, access_check(token, service))],
         metrics,
         hosts=accepted_hosts(service.config, host),
         most_bytes=service.config.gateway.max_request_bytes,
         error_schema="OpenAiErrorBody",
     )
+    app.add_middleware(SessionPaths)
+    return app
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -162,10 +164,16 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
     run = service.config.name
 
     @api.post("/sessions", status_code=201, responses=_errors(410, 429))
-    async def open_session(request: Request, body: SessionRequest | None = None) -> dict[str, Any]:
+    async def new_session(request: Request, body: SessionRequest | None = None) -> dict[str, Any]:
         """Open a session with a prompt; waits while the run is paused or its pool is full."""
-        opening = _opened(service, service.agent_parts.session_manager, (body or SessionRequest()).wait_seconds)
+        opening = open_session(service, (body or SessionRequest()).wait_seconds)
         return (await unless_disconnected(request, opening, service.drain)).describe(run, with_task=True)
+
+    @api.get("/sessions")
+    async def sessions() -> dict[str, Any]:
+        """List the sessions in progress, without their tasks; the oldest one first."""
+        active = sorted(service.agent_parts.session_manager.sessions, key=lambda session: session.start_time)
+        return {"object": "list", "data": [session.describe(run, with_task=False) for session in active]}
 
     @api.get("/sessions/{session_id}", responses=_errors(404))
     async def session(session_id: SessionId) -> dict[str, Any]:
@@ -197,37 +205,6 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
                 )
             service.agent_parts.session_manager.end(found, "given_up")
         return Response(status_code=204)
-
-
-async def _opened(service: OpenAiService, session_manager: SessionManager, wait_seconds: float) -> AgentSession:
-    """Wait for a prompt and return its session; OpenAiError if there is none in time or the run has ended."""
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        session = await session_manager.open(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
-        if session is not None:
-            return session
-        if await service.complete():
-            raise gone("the run needs no more rollouts", "run_complete")
-        if time.monotonic() >= deadline:
-            raise too_many(f"no prompt within {wait_seconds:g} s: {await _why_none(service)}", "no_prompt")
-
-
-async def _why_none(service: OpenAiService) -> str:
-    store = service.store
-    desired, counts = await store.leadership.desired(), await store.mesh.counts()
-    if desired.paused:
-        return desired.reason or "the run is paused"
-    serving, _ = await service.policies()
-    if not serving:
-        return "no generator serves a policy yet"
-    if not desired.pool_size:
-        return "no rollout worker leads the run yet"
-    leased = counts.trajectories["leased"]
-    if leased >= desired.pool_size:
-        return f"the pool is full: sessions hold {leased} of {desired.pool_size} trajectories"
-    if counts.trajectories["pending"]:
-        return "a prompt came in this moment"
-    return f"no prompt is admitted; the run waits for {desired.waiting_for or 'its rollout worker'}"
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -66,12 +66,18 @@ class SessionManager:
         """Time of the queue's first answer to a request for work, monotonic seconds; infinite before it."""
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
+        self._ids_by_name: dict[str, str] = {}
+        """Ids of the sessions, ended ones included, that agents have named."""
+        self._opening: set[str] = set()
+        """Names of the sessions that calls are opening."""
         self._trajectories: dict[str, SessionTrajectory] = {}
-        self._waiting: deque[asyncio.Future[AgentSession]] = deque()
+        self._waiting: deque[tuple[str, asyncio.Future[AgentSession]]] = deque()
+        """Names (or empty texts) and futures of the sessions that agents wait for."""
         self._log = get_logger("agents")
 
-    def find(self, session_id: str) -> AgentSession | EndedSession | None:
+    def find(self, id_or_name: str) -> AgentSession | EndedSession | None:
         """Return an active or recently ended session, or None."""
+        session_id = self._ids_by_name.get(id_or_name, id_or_name)
         return self._sessions.get(session_id) or self._ended.get(session_id)
 
     @property
@@ -80,7 +86,7 @@ class SessionManager:
 
     def wanted(self) -> int:
         """Return the number of new trajectories that agents wait for."""
-        return sum(1 for future in self._waiting if not future.done())
+        return sum(1 for _, future in self._waiting if not future.done())
 
     def lease_attempted(self, leased_count: int) -> None:
         """Record that the queue has answered the worker's request for work."""
@@ -89,13 +95,19 @@ class SessionManager:
         self._lease_ended.set()
         self._lease_ended = asyncio.Event()
 
-    async def open(self, wait_seconds: float) -> AgentSession | None:
+    async def open(self, wait_seconds: float, name: str = "") -> AgentSession | None:
         """Wait for a session with a new prompt; None after ``wait_seconds``, but not before the queue was asked.
+
+        ``name``: the name by which the agent calls the session; OpenAiError while another call opens it.
 
         During a pause or an outage of the queue, and without generators, None is returned up to five seconds later.
         """
+        if name in self._opening:
+            raise busy(f"session {name}: another call is opening it", "session_busy")
+        self._opening |= {name} - {""}
         future: asyncio.Future[AgentSession] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        waiting = (name, future)
+        self._waiting.append(waiting)
         # The lease in progress, if any, may have begun before this agent came.
         required_leases = self._empty_leases + 2
         self.work_due.set()
@@ -104,7 +116,7 @@ class SessionManager:
                 async with asyncio.timeout(wait_seconds):
                     return await asyncio.shield(future)
             except TimeoutError:
-                await self._until_leased(future, required_leases)
+                await self._until_leased(waiting, required_leases)
                 return future.result() if future.done() and not future.cancelled() else None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
@@ -113,14 +125,16 @@ class SessionManager:
         finally:
             if not future.done():
                 future.cancel()
-            if future in self._waiting:
-                self._waiting.remove(future)
+            self._opening.discard(name)
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
 
-    async def _until_leased(self, future: asyncio.Future[AgentSession], required_leases: int) -> None:
+    async def _until_leased(self, waiting: tuple[str, asyncio.Future[AgentSession]], required_leases: int) -> None:
+        _, future = waiting
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEASE_SECONDS):
                 # A future that has left the queue belongs to a trajectory whose mark is being saved.
-                while not future.done() and (future not in self._waiting or self._empty_leases < required_leases):
+                while not future.done() and (waiting not in self._waiting or self._empty_leases < required_leases):
                     ended: asyncio.Future[Any] = asyncio.ensure_future(self._lease_ended.wait())
                     try:
                         await asyncio.wait((future, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -131,6 +145,7 @@ class SessionManager:
         """Continue the conversation in another trajectory, which the worker is about to run."""
         mark = AgentMark(
             session_id=session.session_id,
+            session_name=session.name,
             trajectory_index=session.newest.mark.trajectory_index + 1,
             start_time=session.start_time,
             drift_count=session.drift_count,
@@ -152,7 +167,8 @@ class SessionManager:
         self._sessions.pop(session.session_id, None)
         self._ended[session.session_id] = EndedSession.of(session)
         while len(self._ended) > _REMEMBERED_SESSIONS:
-            self._ended.popitem(last=False)
+            _, oldest = self._ended.popitem(last=False)
+            self._ids_by_name.pop(oldest.name, None)
         self._log.info(
             "agent_session_ended", session=session.session_id, how=how, trajectories=len(session.trajectories)
         )
@@ -219,7 +235,9 @@ class SessionManager:
             return None
         session = self._sessions.get(mark.session_id)
         if session is None:
-            session = self._make_session(mark.session_id, active, mark.start_time)
+            if mark.session_name in self._ids_by_name:
+                return None  # the agent has opened the session again since the crash
+            session = self._make_session(mark, active)
             self._log.info("agent_session_taken_over", session=mark.session_id, trajectory=active.trajectory_id)
         trajectory = SessionTrajectory(session, mark, active)
         self._begin(session, trajectory)
@@ -229,18 +247,19 @@ class SessionManager:
 
     async def _for_waiting_agent(self, rollout: RolloutContext) -> SessionTrajectory | None:
         while self._waiting:
-            future = self._waiting.popleft()
+            name, future = self._waiting.popleft()
             if future.done():
                 continue
             active = rollout.active
-            session = self._make_session(f"ses-{secrets.token_hex(16)}", active, time.time())
-            mark = AgentMark(session_id=session.session_id, trajectory_index=0, start_time=session.start_time)
+            session_id = f"ses-{secrets.token_hex(16)}"
+            mark = AgentMark(session_id=session_id, session_name=name, trajectory_index=0, start_time=time.time())
+            session = self._make_session(mark, active)
             trajectory = SessionTrajectory(session, mark, active)
             try:
                 await trajectory.save_mark(rollout)
             except BaseException:
                 # The lease is lost, and nobody has heard of the session: its agent waits for another trajectory.
-                self._waiting.appendleft(future)
+                self._waiting.appendleft((name, future))
                 self.work_due.set()
                 raise
             self._begin(session, trajectory)
@@ -251,12 +270,13 @@ class SessionManager:
             return trajectory
         return None
 
-    def _make_session(self, session_id: str, active: ActiveTrajectory, start_time: float) -> AgentSession:
+    def _make_session(self, mark: AgentMark, active: ActiveTrajectory) -> AgentSession:
         return AgentSession(
-            session_id=session_id,
+            session_id=mark.session_id,
+            name=mark.session_name,
             prompt=active.trajectory.prompt,
             group_id=active.trajectory.group_id,
-            start_time=start_time,
+            start_time=mark.start_time,
             idle_seconds=self._idle_seconds,
         )
 
@@ -264,6 +284,8 @@ class SessionManager:
         """Add a trajectory to a session, which may be new."""
         if session.session_id not in self._sessions:
             self._sessions[session.session_id] = session
+            if session.name:
+                self._ids_by_name[session.name] = session.session_id
             self._metrics.sessions_opened.inc()
         session.trajectories.append(trajectory)
         self._trajectories[trajectory.trajectory_id] = trajectory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rollmesh.config.section import Section, Temperature
 from rollmesh.types import LARGEST_REWARD, LOWEST_TEMPERATURE
@@ -16,9 +16,21 @@ class AgentConfig(Section):
     contexts: Literal["task", "free"] = "task"
     """task: a session's first call begins with the prompt of its task, which is the same for the whole group; free:
     the agent writes the whole context, and all of it up to the first answer counts as environment tokens."""
+    open_on_first_call: bool = False
+    """true: a call that names an unknown session opens it under this name, with the next prompt as its group; needs
+    ``contexts: free``, since the agent does not see the prompt. false: only POST /v1/sessions opens one."""
     idle_timeout_seconds: float = Field(default=600.0, gt=0)
     """Time after which a session without a call expires: its prompt waits for another session, and its tokens are
     dropped and counted."""
+
+    @model_validator(mode="after")
+    def _opened_without_a_prompt(self) -> AgentConfig:
+        if self.open_on_first_call and self.contexts != "free":
+            raise ValueError(
+                f"open_on_first_call: true, but contexts={self.contexts}: a call that opens a session cannot begin "
+                "with the prompt of its task; set rollout.agent.contexts=free"
+            )
+        return self
 
 
 class RolloutConfig(Section):

@@ -158,7 +158,7 @@ def _describe(app: FastAPI, error_schema: str, further_models: Sequence[type[Bas
 
 Check = Callable[..., Awaitable[None]]
 
-_SCHEME = HTTPBearer(
+TOKEN_SCHEME = HTTPBearer(
     scheme_name="token", description="The run's gateway token: `rollmesh status` prints it.", auto_error=False
 )
 
@@ -167,7 +167,7 @@ def token_check(token: str) -> Check:
     """Return a dependency that raises Unauthorized unless the request carries this token."""
     expected = token.encode()
 
-    async def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(_SCHEME)]) -> None:
+    async def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(TOKEN_SCHEME)]) -> None:
         # compare_digest on bytes: a header may hold any character, and the comparison takes constant time.
         if given is None or not hmac.compare_digest(given.credentials.encode(), expected):
             raise Unauthorized(

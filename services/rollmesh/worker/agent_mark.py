@@ -21,6 +21,8 @@ class AgentMark:
     """Place of one trajectory in an agent's session."""
 
     session_id: str
+    session_name: str = ""
+    """Name under which the agent opened the session; empty if the service opened it."""
     trajectory_index: int
     """Index of the trajectory in its session; a context that drifted opens the next trajectory."""
     start_time: float

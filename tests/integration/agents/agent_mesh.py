@@ -106,7 +106,7 @@ class Api:
     shutdown: asyncio.Event
 
     def client(self, **options: Any) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", **{"api_key": TOKEN, "max_retries": 0, **options})
+        return AsyncOpenAI(**{"base_url": f"{self.url}/v1", "api_key": TOKEN, "max_retries": 0, **options})
 
     def value(self, name: str, **labels: str) -> float:
         return self.registry.registry.get_sample_value(name, labels) or 0.0

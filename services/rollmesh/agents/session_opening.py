@@ -1,0 +1,57 @@
+"""Opening of sessions: on request, and by the first call of an agent that names its own."""
+
+from __future__ import annotations
+
+import time
+
+from rollmesh.agents.agent_session import AgentSession
+from rollmesh.agents.agents_service import OpenAiService
+from rollmesh.agents.openai_errors import OpenAiError, gone, too_many
+from rollmesh.agents.session_manager import is_session_id
+
+_POLL_SECONDS = 1.0
+"""Seconds between two checks for the end of the run while an agent waits for a prompt."""
+_FIRST_CALL_SECONDS = 30.0
+"""Seconds that the first call of a session waits for a prompt."""
+
+
+async def session_of_call(service: OpenAiService, name: str) -> AgentSession:
+    """Return the session that a call continues or, where the run allows it, opens; OpenAiError if it cannot."""
+    try:
+        return service.active_session(name)
+    except OpenAiError as error:
+        if not service.config.rollout.agent.open_on_first_call or is_session_id(name) or error.status != 404:
+            raise
+    return await open_session(service, _FIRST_CALL_SECONDS, name)
+
+
+async def open_session(service: OpenAiService, wait_seconds: float, name: str = "") -> AgentSession:
+    """Wait for a prompt and return its session; OpenAiError if there is none in time or the run has ended."""
+    session_manager = service.agent_parts.session_manager
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        session = await session_manager.open(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())), name)
+        if session is not None:
+            return session
+        if await service.complete():
+            raise gone("the run needs no more rollouts", "run_complete")
+        if time.monotonic() >= deadline:
+            raise too_many(f"no prompt within {wait_seconds:g} s: {await _why_none(service)}", "no_prompt")
+
+
+async def _why_none(service: OpenAiService) -> str:
+    store = service.store
+    desired, counts = await store.leadership.desired(), await store.mesh.counts()
+    if desired.paused:
+        return desired.reason or "the run is paused"
+    serving, _ = await service.policies()
+    if not serving:
+        return "no generator serves a policy yet"
+    if not desired.pool_size:
+        return "no rollout worker leads the run yet"
+    leased = counts.trajectories["leased"]
+    if leased >= desired.pool_size:
+        return f"the pool is full: sessions hold {leased} of {desired.pool_size} trajectories"
+    if counts.trajectories["pending"]:
+        return "a prompt came in this moment"
+    return f"no prompt is admitted; the run waits for {desired.waiting_for or 'its rollout worker'}"
