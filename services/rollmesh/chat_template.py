@@ -18,6 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollmesh.errors import DataError
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+"""Tools of a chat in OpenAI's format."""
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _RENDERED_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
@@ -43,14 +45,17 @@ class ChatTemplate:
         self._folder = folder
         self._special_tokens = special_tokens
 
-    def text(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        """Render messages ({role, content, ...} mappings) and the beginning of the answer.
+    def text(self, messages: Sequence[Message], variables: Mapping[str, Any], tools: Tools = None) -> str:
+        """Render messages ({role, content, ...} mappings), tools if given, and the beginning of the answer.
 
         An answer that the messages begin, as their last message, is continued. A template that knows no developer gets
         those messages as system messages. The arguments of tool calls are objects, or JSON text for a template that
         takes only that. Raises DataError if the model has no template, if the template refuses the messages, and if a
-        message, its tool calls or its reasoning would not be in the text.
+        message, its tool calls, its reasoning or the tools would not be in the text.
         """
+        if tools and self._source and "tools" not in self._read_variables:
+            raise DataError(f"the chat template of {self._folder} writes no tools")
+        variables = {**variables, "tools": tools or None}
         if not any(message.get("tool_calls") for message in messages):
             return self._in_known_roles(messages, variables)
         try:
@@ -114,10 +119,9 @@ class ChatTemplate:
             )
         try:
             return self._compiled.render(
-                dict(variables),
+                {"tools": None, **variables},
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=answer,
-                tools=None,
                 documents=None,
                 **self._special_tokens,
             )

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from rollmesh.characters import half_character
-from rollmesh.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Message
+from rollmesh.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Message, Tools
 from rollmesh.errors import DataError
 from rollmesh.types import Int32Array
 
@@ -74,6 +74,15 @@ class Tokenizer:
 
         With an equal content, texts have equal tokens and answers equal ends.
         """
+
+    @property
+    def folder(self) -> Path:
+        """Model folder that the tokenizer was read from."""
+        return self._folder
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a token of the vocabulary, or None."""
+        return self._tokenizer.token_to_id(text)
 
     @property
     def unknown_token_id(self) -> int | None:
@@ -148,12 +157,14 @@ class Tokenizer:
         """Render chat messages with the model's template to int32 [tokens]; raises DataError like ``chat_text``."""
         return self.encode(self.chat_text(messages, variables=variables))
 
-    def chat_text(self, messages: Sequence[Message], *, variables: Mapping[str, Any] | None = None) -> str:
+    def chat_text(
+        self, messages: Sequence[Message], *, variables: Mapping[str, Any] | None = None, tools: Tools = None
+    ) -> str:
         """Render chat messages with the model's template and further variables of it to text (``ChatTemplate.text``).
 
         Raises DataError if the model has no template, or if the template refuses or loses a message.
         """
-        return self._chat_template.text(messages, variables or {})
+        return self._chat_template.text(messages, variables or {}, tools)
 
     def check_template_variables(self, names: Iterable[str], field: str) -> None:
         """Raise DataError for a variable that the chat template does not read, or that is not the caller's to set."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession, session_ended
 from rollmesh.agents.agents_metrics import OpenAiMetrics
+from rollmesh.agents.chat_format import ChatFormats
 from rollmesh.agents.openai_errors import OpenAiError, gone, invalid, unavailable
 from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import Rewards, SessionManager, is_session_id
@@ -71,7 +72,7 @@ class OpenAiService:
 
     config: RunConfig
     store: TrajectoryStore
-    tokenizer: Tokenizer
+    formats: ChatFormats
     metrics: OpenAiMetrics
     unrecorded: UnrecordedCalls
     agents: Agents | None
@@ -195,7 +196,7 @@ async def openai_service(
             yield OpenAiService(
                 config=config,
                 store=store,
-                tokenizer=tokenizer,
+                formats=ChatFormats(config, tokenizer),
                 metrics=metrics,
                 unrecorded=UnrecordedCalls(
                     tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens

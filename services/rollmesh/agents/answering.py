@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -42,7 +43,7 @@ class Answering:
         named = self._named(request)
         call = _Call(self._service, endpoint, recorded=bool(named))
         try:
-            session, answers = await unless_disconnected(
+            session, parsed, answers = await unless_disconnected(
                 request, self._start(request, body, named), self._service.drain
             )
         except BaseException as error:
@@ -57,6 +58,7 @@ class Answering:
             token_ids=bool(body.return_token_ids),
             contexts=[answer.context_ids.tolist() for answer in answers[:: body.n or 1]],
             choices_per_context=body.n or 1,
+            read=None if parsed.read is None else partial(parsed.read, answers[0].context_ids),
         )
         session_id = "" if session is None else session.session_id
         call.began(answers, sum(map(len, shape.contexts)))
@@ -73,12 +75,12 @@ class Answering:
 
     async def _start(
         self, request: Request, body: ChatRequest | CompletionRequest, named: str
-    ) -> tuple[AgentSession | None, Sequence[AnswerInProgress]]:
+    ) -> tuple[AgentSession | None, ParsedRequest, Sequence[AnswerInProgress]]:
         service = self._service
         if not named:
             requests = [await self._read(body, index) for index in range(body.prompt_count)]
             await service.check_published(requests[0].pinned_version)
-            return None, [answer for each in requests for answer in await service.unrecorded.start(each)]
+            return None, requests[0], [answer for each in requests for answer in await service.unrecorded.start(each)]
         check_recordable(body, service.config)
         session = await session_of_call(service, named)
         retry = request.headers.get(_RETRY_HEADER, "0")
@@ -86,7 +88,7 @@ class Answering:
         answer = await service.agent_parts.recorded.start(
             session, parsed, is_retry=retry.isdecimal() and int(retry) > 0
         )
-        return session, [answer]
+        return session, parsed, [answer]
 
     def _named(self, request: Request) -> str:
         """Return the id or the name of the call's session; an environment's own names mean nothing in other runs."""
@@ -94,7 +96,7 @@ class Answering:
 
     async def _read(self, body: ChatRequest | CompletionRequest, index: int = 0) -> ParsedRequest:
         # Run in a thread: a long context takes seconds, and the page and the worker's heartbeat share this event loop.
-        return await asyncio.to_thread(parse_request, body, self._service.config, self._service.tokenizer, index)
+        return await asyncio.to_thread(parse_request, body, self._service.config, self._service.formats, index)
 
     async def _streamed(
         self, request: Request, call: _Call, shape: AnswerFormat, session_id: str, *, usage: bool

@@ -107,11 +107,17 @@ def match_first(prompt_ids: Int32Array, context: Context, encode_whole: Encode) 
 
 
 def match_next(
-    context: Context, mark: TurnMark, tail: Tail, recorded_ids: Int32Array, raw: Callable[[], str], encode: Encode
+    context: Context,
+    mark: TurnMark,
+    tail: Tail,
+    recorded_ids: Int32Array,
+    written_answer: Callable[[], str],
+    encode: Callable[[str], Int32Array | None],
 ) -> Match:
     """Compare a context with a trajectory that has at least one turn.
 
-    ``recorded_ids`` are prompt and response; ``raw()`` is the text of ``tail.sampled``, including special tokens.
+    ``recorded_ids`` are prompt and response; ``written_answer()`` is the text of ``tail.sampled`` in a context, and
+    ``encode`` gives the tokens of the context's end, or None if they do not continue the sampled ones.
     """
     if context.token_ids is not None:
         return _match_ids(context.token_ids, recorded_ids, len(tail.sampled) + len(tail.environment))
@@ -120,12 +126,14 @@ def match_next(
         return Differs(why="the conversation before the newest answer differs from the recorded one")
     if not rest:
         return Repeats()
-    written = raw()
+    written = written_answer()
     if not written or not rest.startswith(written):
         return Differs(
             why=f"the newest answer was recorded as {shortened(written)!r} and was sent back as {shortened(rest)!r}"
         )
     new_ids = encode(rest[len(written) :])
+    if new_ids is None:
+        return Differs(why="the chat format writes the recorded turns differently before the new messages")
     if not _begins(new_ids, tail.environment):
         return Differs(why="the text after the newest answer differs from the previous call")
     return Fits(new_ids=new_ids[len(tail.environment) :])

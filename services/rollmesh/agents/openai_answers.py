@@ -3,15 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollmesh.agents.answer_stream import Delta, TokenLogprob
+from rollmesh.agents.chat_format import AnswerMessage
 
 DONE = b"data: [DONE]\n\n"
 
+_READS = 16
+"""A streamed message is read again when a sixteenth of its tokens is new."""
 Endpoint = Literal["chat", "completions"]
+
+
+@dataclass(slots=True, kw_only=True)
+class MessageSoFar:
+    """Parts of an answer's message that are sent: what is sent never changes."""
+
+    text: dict[str, str] = field(default_factory=dict)
+    calls: int = 0
+    tokens_read: int = 0
+
+    def news(
+        self, read: Callable[[Sequence[int]], AnswerMessage], ids: Sequence[int], *, final: bool
+    ) -> dict[str, Any]:
+        """Return the parts that are new since the last call: content, reasoning_content, tool_calls.
+
+        Reading begins at the first token each time, so a long answer is read at growing intervals.
+        """
+        if not final and len(ids) - self.tokens_read < 1 + len(ids) // _READS:
+            return {}
+        self.tokens_read = len(ids)
+        said, parts = read(ids), dict[str, Any]()
+        for name, text in (("reasoning_content", said.reasoning), ("content", said.content)):
+            sent = self.text.get(name, "")
+            # The end may be space before a call, or half a character.
+            now = text if final else text.rstrip().removesuffix("\ufffd")
+            if now.startswith(sent) and len(now) > len(sent):
+                parts[name] = now[len(sent) :]
+                self.text[name] = now
+        if new := said.tool_calls[self.calls :]:
+            parts["tool_calls"] = [{"index": self.calls + at, **call} for at, call in enumerate(new)]
+            self.calls += len(new)
+        if final and said.invalid_tool_calls:
+            parts["invalid_tool_calls"] = list(said.invalid_tool_calls)
+        return parts
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self.calls else reason
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +64,7 @@ class Choice:
     """Length of the text of its tokens; not of ``text``, which lacks special tokens and is sent before its tokens while
     a stop string may be beginning."""
     finish_reason: str | None = None
+    message: MessageSoFar = field(default_factory=MessageSoFar)
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
@@ -47,6 +88,8 @@ class AnswerFormat:
     """Token ids of each prompt's context."""
     choices_per_context: int = 1
     """Answers to each prompt."""
+    read: Callable[[Sequence[int]], AnswerMessage] | None = None
+    """Message that the tokens of an answer say; None if it is their text."""
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
         kind = "chat.completion" if self.endpoint == "chat" else "text_completion"
@@ -76,7 +119,11 @@ class AnswerFormat:
     def piece(self, index: int, delta: Delta, before: Choice, extra: Mapping[str, Any]) -> bytes:
         """Return one event of a streamed answer; ``before`` is the answer without it."""
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
-        if self.endpoint == "chat":
+        if self.read is not None:
+            ids = [*(token.token_id for token in before.tokens), *delta.token_ids]
+            choice["delta"] = before.message.news(self.read, ids, final=delta.finish_reason is not None)
+            choice["finish_reason"] = before.message.finish_reason(delta.finish_reason)
+        elif self.endpoint == "chat":
             choice["delta"] = {"content": delta.text} if delta.text or not delta.finish_reason else {}
         else:
             choice["text"] = delta.text
@@ -117,7 +164,13 @@ class AnswerFormat:
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         body: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
-        if self.endpoint == "chat":
+        if self.read is not None:
+            said = choice.message.news(self.read, [token.token_id for token in choice.tokens], final=True)
+            if calls := said.get("tool_calls"):
+                said["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+            body["message"] = {"role": "assistant", "content": None, "refusal": None, **said}
+            body["finish_reason"] = choice.message.finish_reason(choice.finish_reason)
+        elif self.endpoint == "chat":
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
             body["text"] = choice.text

@@ -16,14 +16,15 @@ MOST_CHOICES = 32
 MOST_ANSWERS = 128
 """Largest number of prompts in one call times the answers to each."""
 MOST_STOPS = 16
+MOST_TOOLS = 128
 MOST_INT32 = 2**31 - 1
 """Largest token count that the generation protocol carries."""
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "tools": ((False,), "describe the tools in a message and read the calls from the answer's text"),
-    "tool_choice": (("none", False), "describe the tools in a message and read the calls from the answer's text"),
-    "parallel_tool_calls": ((True, False), "tools are not supported"),
-    "functions": ((False,), "describe the functions in a message and read the calls from the answer's text"),
-    "function_call": (("none", False), "functions are not supported"),
+    "tools": ((False,), "only chat has tools: POST /v1/chat/completions"),
+    "tool_choice": (("none", False), "only chat has tools: POST /v1/chat/completions"),
+    "parallel_tool_calls": ((True, False), "only chat has tools: POST /v1/chat/completions"),
+    "functions": ((False,), "send them as tools"),
+    "function_call": (("none", False), "send tool_choice"),
     "response_format": (({"type": "text"},), "ask for the format in a message"),
     "presence_penalty": ((0,), "penalties change the distribution that logprobs are over"),
     "frequency_penalty": ((0,), "penalties change the distribution that logprobs are over"),
@@ -128,6 +129,50 @@ class TextPart(Closed):
     """Ignored: equal beginnings are always shared. (Not part of OpenAI's API.)"""
 
 
+class CalledFunction(Closed):
+    """Function of a tool call."""
+
+    name: Text
+    """Name of the function."""
+    arguments: Text
+    """Arguments as JSON text."""
+
+
+class ToolCall(Closed):
+    """Call of a tool, as an answer contained it."""
+
+    id: Text
+    """Id of the call, which the tool's message refers to."""
+    type: Literal["function"] = "function"
+    """Type of the tool; only functions are supported."""
+    function: CalledFunction
+    """The called function."""
+    index: int | None = None
+    """Ignored: the position of the call in the answer."""
+
+
+class ToolFunction(Closed):
+    """Function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    """Name of the function."""
+    description: Text | None = None
+    """Purpose of the function, for the model."""
+    parameters: Annotated[dict[str, Any], AfterValidator(_json_value)] | None = None
+    """JSON schema of the arguments."""
+    strict: bool | None = None
+    """Ignored: the engine does not hold an answer to a schema."""
+
+
+class Tool(Closed):
+    """Tool that the model may call."""
+
+    type: Literal["function"]
+    """Type of the tool; only functions are supported."""
+    function: ToolFunction
+    """The function."""
+
+
 class Message(Closed):
     """One chat message."""
 
@@ -137,27 +182,41 @@ class Message(Closed):
     """Text of the message. Null in an assistant message is an empty text."""
     name: Text | None = None
     """Name of the author, for chat templates that use it."""
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    """Calls of tools in an assistant message."""
+    reasoning_content: Text | None = None
+    """Thought of an assistant message, as its answer contained it."""
+    invalid_tool_calls: list[dict[str, Any]] = Field(default_factory=list)
+    """Ignored: what a client sends back of an answer whose calls could not be parsed. (Not part of OpenAI's API.)"""
     tool_call_id: Text | None = None
-    """Id of the call that a tool message answers, for chat templates that use it."""
+    """Id of the call that a tool message answers."""
     prefix: bool | None = None
     """Must be false, or true in an assistant message that ends the conversation. (Not part of OpenAI's API.)"""
 
     @model_validator(mode="before")
     @classmethod
     def _of_text(cls, data: Any) -> Any:
-        """Refuse calls of tools; null content of an assistant message is an empty text."""
+        """Refuse functions of the old API; null content of an assistant message is an empty text."""
         if not isinstance(data, dict):
             return data
-        for name in ("tool_calls", "function_call"):
-            if not _is_empty(data.get(name)):
-                raise ValueError(f"{name}: not supported; send the call as text in content, as the model wrote it")
+        if not _is_empty(data.get("function_call")):
+            raise ValueError("function_call: not supported; send tool_calls")
+        if not _is_empty(data.get("tool_calls")) and data.get("role") != "assistant":
+            raise ValueError(
+                f"tool_calls: in a message of the role {data.get('role')!r}; only an assistant calls tools"
+            )
         is_empty = data.get("role") == "assistant" and data.get("content") is None
         return {**data, "content": ""} if is_empty else data
 
     def as_template(self) -> dict[str, Any]:
         """Return the message as a chat template expects it: text content, without absent fields."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+            "tool_calls": [call.model_dump(exclude={"index"}) for call in self.tool_calls] or None,
+        }
         return {"role": self.role, "content": text, **{k: v for k, v in optional.items() if v is not None}}
 
 
@@ -244,6 +303,12 @@ class ChatRequest(SamplingRequest):
 
     messages: list[Message] = Field(min_length=1)
     """The conversation so far."""
+    tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    """Tools that the model may call."""
+    tool_choice: Literal["auto", "none"] | None = None
+    """auto: the answer is read for calls; none: its text is left as it is. A call cannot be forced."""
+    parallel_tool_calls: Literal[True] | None = None
+    """Must be true: an answer has as many calls as the model writes."""
     max_tokens: TokenCount | None = None
     """Maximum tokens of the answer; defaults to the room left after the context."""
     max_completion_tokens: TokenCount | None = None
@@ -277,6 +342,29 @@ class ChatRequest(SamplingRequest):
                     "other message an answer begins; omit it"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _results_answer_calls(self) -> ChatRequest:
+        """Match every tool message with a call of the assistant message before it, and no call with two."""
+        open_calls: set[str] | None = None  # None: no assistant message with calls precedes
+        for number, message in enumerate(self.messages):
+            if message.role != "tool":
+                open_calls = {call.id for call in message.tool_calls} or None
+                if open_calls and len(open_calls) < len(message.tool_calls):
+                    raise ValueError(f"messages.{number}.tool_calls: two calls have the same id")
+            elif open_calls is not None or message.tool_call_id is not None:
+                if message.tool_call_id not in (open_calls or ()):
+                    raise ValueError(
+                        f"messages.{number}.tool_call_id: {message.tool_call_id!r} is of no call without a result in "
+                        "the assistant message before it; send one result for each call, with the call's id"
+                    )
+                open_calls = (open_calls or set()) - {message.tool_call_id}
+        return self
+
+    @property
+    def tool_specs(self) -> list[dict[str, Any]]:
+        """Tools in OpenAI's format, without absent fields."""
+        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
     @property
     def token_limit(self) -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rollmesh.agents.answer_stream import AnswerTurn
+from rollmesh.agents.chat_format import AnswerMessage, ChatFormats, RendererFormat, read_calls
 from rollmesh.agents.context_match import Context
 from rollmesh.agents.openai_errors import OpenAiError, invalid
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
@@ -27,6 +29,13 @@ class ParsedRequest:
     """Tokens of the whole context, used if none of it is recorded."""
     other_ids: Callable[[], Int32Array] | None = None
     """The same without the tokens that the tokenizer adds around a text; None if it adds none."""
+    written: Callable[[AnswerTurn], str]
+    """Text of a recorded answer in the context of a later call."""
+    next_ids: Callable[[str, Int32Array, Int32Array], Int32Array | None]
+    """Tokens of the context's end, given as text, after a recorded context and the answer to it; None if they do not
+    continue these tokens."""
+    read: Callable[[Int32Array, Sequence[int]], AnswerMessage] | None
+    """Message that the tokens of an answer to a context say; None if it is their text."""
     choices: int
     stops: tuple[str, ...]
     token_limit: int | None
@@ -48,14 +57,22 @@ def read_model(name: str, run: str) -> int | None:
 
 
 def parse_request(
-    request: ChatRequest | CompletionRequest, config: RunConfig, tokenizer: Tokenizer, index: int = 0
+    request: ChatRequest | CompletionRequest, config: RunConfig, formats: ChatFormats, index: int = 0
 ) -> ParsedRequest:
     """Parse a call with the prompt at ``index``; the OpenAiError of an invalid one names the field."""
+    tokenizer = formats.tokenizer
     plain: Callable[[], Int32Array] | None = None
+    written: Callable[[AnswerTurn], str] = _raw_text
+    read: Callable[[Int32Array, Sequence[int]], AnswerMessage] | None = None
+
+    def next_ids(rest: str, context_ids: Int32Array, answer_ids: Int32Array) -> Int32Array | None:
+        return tokenizer.encode_aside(rest)
+
     if isinstance(request, ChatRequest):
-        text = _rendered(request, config, tokenizer)
-        context = Context(text=text)
-        whole = _encoder(tokenizer, text, special_tokens=False, field="messages")
+        chat = _Chat(request, config, formats)
+        context, whole, read = Context(text=chat.text), chat.whole_ids, chat.read
+        if chat.format is not None:
+            written, next_ids = chat.written, chat.next_ids
     elif isinstance(prompt := request.prompts[index], str):
         context = Context(text=prompt)
         whole = _encoder(tokenizer, prompt, special_tokens=True, field="prompt")
@@ -72,6 +89,9 @@ def parse_request(
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         whole_ids=whole,
         other_ids=plain,
+        written=written,
+        next_ids=next_ids,
+        read=read,
         choices=request.n or 1,
         stops=request.stops,
         token_limit=request.token_limit,
@@ -129,19 +149,74 @@ def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
         raise invalid("seed: not supported in a session, which samples with the run's seed; omit it", "seed")
 
 
-def _rendered(request: ChatRequest, config: RunConfig, tokenizer: Tokenizer) -> str:
-    """Render the messages with the variables of the run and of the request, which take precedence."""
-    added = request.chat_template_kwargs or {}
-    try:
-        tokenizer.check_template_variables(added, "chat_template_kwargs")
-    except DataError as error:
-        raise invalid(str(error), "chat_template_kwargs") from error
-    try:
-        variables = {**config.data.chat_template_kwargs, **added}
-        return tokenizer.chat_text([m.as_template() for m in request.messages], variables=variables)
-    except DataError as error:
-        fields = "messages and chat_template_kwargs" if added else "messages"
-        raise invalid(f"{fields}: {error}", "messages") from error
+def _raw_text(turn: AnswerTurn) -> str:
+    return turn.raw
+
+
+class _Chat:
+    """Conversation of one call, in the format of the model.
+
+    An answer that the messages begin is continued by the chat template: a renderer writes whole messages.
+    """
+
+    def __init__(self, request: ChatRequest, config: RunConfig, formats: ChatFormats) -> None:
+        self._messages = [message.as_template() for message in request.messages]
+        self._tools = request.tool_specs
+        self._tokenizer = formats.tokenizer
+        added = request.chat_template_kwargs or {}
+        begun = request.messages[-1].role == "assistant"
+        self._parser = formats.tool_parser if self._tools and request.tool_choice != "none" else None
+        self.format: RendererFormat | None = None
+        try:
+            self.format = None if begun and formats.tokenizer.has_chat_template else formats.renderer_format(added)
+            if self.format is None:
+                self._tokenizer.check_template_variables(added, "chat_template_kwargs")
+        except DataError as error:
+            raise invalid(str(error), "chat_template_kwargs") from error
+        self.read = self._reader(request.tool_choice == "none")
+        if self.format is not None:
+            self.text = self.format.transcript(self._messages, self._tools)
+            return
+        if self._tools and formats.tool_parser is None:
+            raise invalid(
+                "tools: the tool calls of this model cannot be read, because no renderer knows its chat template; set "
+                "agents.renderer or agents.tool_parser in the run file (docs/agents.md)",
+                "tools",
+                "unsupported_parameter",
+            )
+        try:
+            variables = {**config.data.chat_template_kwargs, **added}
+            self.text = self._tokenizer.chat_text(self._messages, variables=variables, tools=self._tools)
+        except DataError as error:
+            fields = "messages and chat_template_kwargs" if added else "messages"
+            raise invalid(f"{fields}: {error}", "messages") from error
+
+    def whole_ids(self) -> Int32Array:
+        """Return the tokens of the conversation and of the beginning of the answer."""
+        try:
+            if self.format is not None:
+                return self.format.ids(self._messages, self._tools)
+            return self._tokenizer.encode_aside(self.text)
+        except DataError as error:
+            raise invalid(f"messages: {error}", "messages") from error
+
+    def written(self, turn: AnswerTurn) -> str:
+        """Return a recorded answer as the transcript of a later call shows it."""
+        assert self.format is not None
+        return self.format.answer_line(turn.context_ids, turn.token_ids, self._tools)
+
+    def next_ids(self, rest: str, context_ids: Int32Array, answer_ids: Int32Array) -> Int32Array | None:
+        """Return the tokens of the messages in ``rest``, the end of the transcript, or None."""
+        assert self.format is not None
+        return self.format.next_ids(context_ids, answer_ids, self._messages, rest.count("\n"), self._tools)
+
+    def _reader(self, calls_are_text: bool) -> Callable[[Int32Array, Sequence[int]], AnswerMessage] | None:
+        tools, chosen, parser = self._tools, self.format, self._parser
+        if chosen is not None and not calls_are_text:
+            return lambda context_ids, ids: chosen.message(context_ids, ids, tools)
+        if chosen is None and parser is not None:
+            return lambda context_ids, ids: read_calls(self._tokenizer, parser, context_ids, ids)
+        return None
 
 
 def _no_model(message: str) -> OpenAiError:

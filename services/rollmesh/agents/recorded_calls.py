@@ -143,12 +143,15 @@ class RecordedCalls:
             return self._match_first(active.context_ids(), request)
         tail = tail_of(active.segments, mark.at)
 
-        def raw() -> str:
+        def written() -> str:
             turn = self._read(active, mark.at)
             turn.finish()
-            return turn.raw
+            return request.written(turn)
 
-        return match_next(request.context, mark, tail, active.context_ids(), raw, self._tokenizer.encode_aside)
+        def next_ids(rest: str) -> Int32Array | None:
+            return request.next_ids(rest, _context_ids(active, mark.at), tail.sampled)
+
+        return match_next(request.context, mark, tail, active.context_ids(), written, next_ids)
 
     def _match_first(self, prompt_ids: Int32Array, request: ParsedRequest) -> Fits | Differs:
         match = match_first(prompt_ids, request.context, lambda _: request.whole_ids())

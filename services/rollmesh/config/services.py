@@ -129,6 +129,15 @@ class AgentsConfig(Section):
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to bind to; 0 picks a free one, which ``rollmesh status`` prints. Set one for clients that must find the
     service again after a restart."""
+    renderer: str = "auto"
+    """Format of chat, by the package ``renderers``: a model family (qwen3, glm-4.5, llama-3, gpt-oss, ...), whose tools
+    and thoughts are read out of the sampled tokens; auto: the family that writes what the model's chat template writes,
+    if there is one; template: the chat template alone."""
+    renderer_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the renderer, such as ``thinking_retention: all``."""
+    tool_parser: str | None = None
+    """Parser of tool calls where no renderer knows the model: qwen3 (``<tool_call>`` with JSON), qwen3.5, glm or
+    deepseek-v3."""
 
 
 class LauncherConfig(Section):

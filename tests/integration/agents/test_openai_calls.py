@@ -111,7 +111,8 @@ async def test_every_refusal_names_the_field_in_the_shape_that_openai_clients_kn
     image = {"role": "user", "content": [{"type": "image_url"}]}
     cases: list[tuple[dict[str, Any], int, str, str]] = [
         ({"frobnicate": 1}, 400, "frobnicate", "unknown parameter"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "describe the tools in a message"),
+        ({"tools": [{"type": "function"}]}, 400, "tools.0.function", "required field is missing"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "set agents.renderer"),
         ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs", "only the log-probability of the sampled token"),
         ({"temperature": -1}, 400, "temperature", "greater than or equal to 0 (got -1)"),
         ({"stop": [""]}, 400, "stop.0", "at least 1 character"),

@@ -12,9 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
+from rollmesh.agents.chat_format import ChatFormats
 from rollmesh.agents.openai_errors import OpenAiError, as_openai
 from rollmesh.agents.openai_requests import ChatRequest, Closed, CompletionRequest, RewardRequest, SessionRequest
-from rollmesh.agents.parsed_request import check_recordable, parse_request, read_model
+from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request, read_model
 from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer
 
@@ -22,6 +23,14 @@ from ...kit.chat_tokenizers import CHATML, make_tokenizer
 
 CHAT: dict[str, Any] = {"model": "trial", "messages": [{"role": "user", "content": "hello"}]}
 TEXT: dict[str, Any] = {"model": "trial", "prompt": "hello"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+def request_of(
+    request: ChatRequest | CompletionRequest, config: Any, tokenizer: Tokenizer, index: int = 0
+) -> ParsedRequest:
+    return parse_request(request, config, ChatFormats(config, tokenizer), index)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +88,7 @@ def test_the_flags_with_which_other_servers_continue_a_begun_answer_are_accepted
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"tools": [{}]}, "tools: not supported; describe the tools"),
-        ({"tool_choice": "auto"}, "tool_choice: not supported"),
+        ({"functions": [{}]}, "functions: not supported; send them as tools"),
         ({"presence_penalty": 0.1}, "presence_penalty: not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias: not supported"),
         ({"best_of": 2}, "best_of: not supported"),
@@ -130,12 +138,28 @@ def refusal(kind: type[Closed], body: dict[str, Any]) -> OpenAiError:
     return as_openai(RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in refused.value.errors()]))
 
 
-def test_a_history_with_tool_calls_is_told_how_to_send_them_as_text() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    history = [CHAT["messages"][0], {"role": "assistant", "content": None, "tool_calls": [call]}]
-    error = refusal(ChatRequest, {**CHAT, "messages": history})
-    assert (error.status, error.param) == (400, "messages.1")
-    assert "tool_calls: not supported; send the call as text in content" in str(error)
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "tool", "content": "4", "tool_call_id": "1"}], "messages.1.tool_call_id: '1' is of no call"),
+        ([{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}], "messages.2.tool_call_id"),
+        ([{"role": "assistant", "tool_calls": [CALL]}, *[{"role": "tool", "content": "4", "tool_call_id": "1"}] * 2],
+         "messages.3.tool_call_id"),
+        ([{"role": "assistant", "tool_calls": [CALL, CALL]}], "messages.1.tool_calls: two calls have the same id"),
+    ],
+)  # fmt: skip
+def test_every_result_of_a_tool_answers_one_call(messages: list[dict[str, Any]], problem: str) -> None:
+    error = refusal(ChatRequest, {**CHAT, "messages": [*CHAT["messages"], *messages]})
+    assert error.status == 400 and str(error).startswith(problem)
+
+
+def test_only_an_assistant_calls_tools_and_a_schema_is_json() -> None:
+    error = refusal(ChatRequest, {**CHAT, "messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]})
+    assert (error.status, error.param) == (400, "messages.0")
+    schema = {"type": "function", "function": {"name": "no name", "parameters": {}}}
+    assert refusal(ChatRequest, {**CHAT, "tools": [schema]}).param == "tools.0.function.name"
+    for forced in ({"tool_choice": "required"}, {"parallel_tool_calls": False}):
+        assert refusal(ChatRequest, {**CHAT, "tools": [TOOL], **forced}).param == next(iter(forced))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +180,8 @@ def test_every_prompt_of_a_list_is_a_context_of_its_own(prompts: list[Any], conf
     request = CompletionRequest.model_validate({**TEXT, "prompt": prompts})
     assert request.prompt_count == len(prompts)
     for index, prompt in enumerate(prompts):
-        alone = parse_request(CompletionRequest.model_validate({**TEXT, "prompt": prompt}), config, tokenizer)
-        parsed = parse_request(request, config, tokenizer, index)
+        alone = request_of(CompletionRequest.model_validate({**TEXT, "prompt": prompt}), config, tokenizer)
+        parsed = request_of(request, config, tokenizer, index)
         assert parsed.whole_ids().tolist() == alone.whole_ids().tolist()
 
 
@@ -217,7 +241,7 @@ def test_other_models_are_not_found(name: str) -> None:
 
 
 def test_an_ask_has_the_context_and_the_parameters(tokenizer: Tokenizer, config: Any) -> None:
-    ask = parse_request(
+    ask = request_of(
         ChatRequest.model_validate({**CHAT, "temperature": 0.5, "top_p": 0.9, "seed": -1}), config, tokenizer
     )
     assert ask.context.text == tokenizer.chat_text(CHAT["messages"])
@@ -226,13 +250,13 @@ def test_an_ask_has_the_context_and_the_parameters(tokenizer: Tokenizer, config:
     assert ask.params.stop_token_ids == tokenizer.eos_token_ids
     ids = tokenizer.encode("hello").tolist()
     for top_k, used in ((None, 0), (-1, 0), (0, 0), (5, 5)):
-        parsed = parse_request(ChatRequest.model_validate({**CHAT, "top_k": top_k}), config, tokenizer)
+        parsed = request_of(ChatRequest.model_validate({**CHAT, "top_k": top_k}), config, tokenizer)
         assert parsed.params.top_k == used
-    by_ids = parse_request(CompletionRequest.model_validate({**TEXT, "prompt": ids}), config, tokenizer)
+    by_ids = request_of(CompletionRequest.model_validate({**TEXT, "prompt": ids}), config, tokenizer)
     assert np.array_equal(by_ids.whole_ids(), ids)
     assert by_ids.context.text == "hello"
     with pytest.raises(OpenAiError, match=r"prompt\[1\]: token id -1"):
-        parse_request(CompletionRequest.model_validate({**TEXT, "prompt": [0, -1]}), config, tokenizer)
+        request_of(CompletionRequest.model_validate({**TEXT, "prompt": [0, -1]}), config, tokenizer)
 
 
 def test_variables_of_the_run_and_of_the_call_reach_the_chat_template(config: Any, tmp_path: Path) -> None:
@@ -242,7 +266,7 @@ def test_variables_of_the_run_and_of_the_call_reach_the_chat_template(config: An
     run = config.model_copy(update={"data": config.data.model_copy(update=off)})
 
     def text(run: Any, **fields: Any) -> str:
-        return parse_request(ChatRequest.model_validate({**CHAT, **fields}), run, tokenizer).context.text
+        return request_of(ChatRequest.model_validate({**CHAT, **fields}), run, tokenizer).context.text
 
     assert text(config).endswith("assistant\n") and text(config, chat_template_kwargs=None) == text(config)
     assert text(run) == text(config, **off) == f"{text(config)}<think></think>"
@@ -263,26 +287,26 @@ def test_a_message_that_the_prompt_would_not_contain_is_refused(config: Any, tmp
 
     def text(*messages: dict[str, Any]) -> str:
         request = ChatRequest.model_validate({**CHAT, "messages": messages})
-        return parse_request(request, config, tokenizer).context.text
+        return request_of(request, config, tokenizer).context.text
 
     instruction = {"role": "developer", "content": "be brief"}
     assert text(instruction, user).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello")
     with pytest.raises(OpenAiError, match=r"messages: message 1 \(role 'tool'\): its content would not be") as refused:
-        text(user, {"role": "tool", "content": "4", "tool_call_id": "1"}, user)
+        text(user, {"role": "tool", "content": "4"}, user)
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
 def test_an_answer_that_a_call_begins_is_continued(config: Any, tokenizer: Tokenizer) -> None:
     begun = {"role": "assistant", "content": "The sum is"}
     request = ChatRequest.model_validate({**CHAT, "messages": [*CHAT["messages"], begun]})
-    text = parse_request(request, config, tokenizer).context.text
+    text = request_of(request, config, tokenizer).context.text
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nThe sum is"
 
 
 def test_a_model_without_a_chat_template_says_so(config: Any, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "t", template="")
     with pytest.raises(OpenAiError, match="no chat template") as refused:
-        parse_request(ChatRequest.model_validate(CHAT), config, tokenizer)
+        request_of(ChatRequest.model_validate(CHAT), config, tokenizer)
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
@@ -358,7 +382,7 @@ def test_a_chat_template_that_refuses_a_variable_names_both_fields(config: Any, 
     tokenizer = make_tokenizer(tmp_path / "t", template=CHATML + "{% if style %}{{ style + 1 }}{% endif %}")
     request = ChatRequest.model_validate({**CHAT, "chat_template_kwargs": {"style": "terse"}})
     with pytest.raises(OpenAiError, match="^messages and chat_template_kwargs: .*the chat template refuses") as refused:
-        parse_request(request, config, tokenizer)
+        request_of(request, config, tokenizer)
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
@@ -372,7 +396,7 @@ def test_an_error_repeats_no_more_of_a_value_than_a_line() -> None:
 def test_a_list_of_ids_longer_than_any_context_is_refused_before_it_is_read(config: Any, tokenizer: Tokenizer) -> None:
     most = config.generator.max_context_tokens
     with pytest.raises(OpenAiError) as refused:
-        parse_request(CompletionRequest.model_validate({**TEXT, "prompt": [10**9] * (most + 1)}), config, tokenizer)
+        request_of(CompletionRequest.model_validate({**TEXT, "prompt": [10**9] * (most + 1)}), config, tokenizer)
     assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
 
 
