@@ -17,7 +17,9 @@ CHATML = (
 TEXT = "the quick brown fox says hello world, hello there; Observation: the answer is 42\nuser assistant system"
 
 
-def write_tokenizer(folder: Path, template: str = CHATML, *, vocab_size: int = 320, start: str = "special") -> Path:
+def write_tokenizer(
+    folder: Path, template: str = CHATML, *, vocab_size: int = 320, start: str = "special", text: str = ""
+) -> Path:
     """A tokenizer folder: bytes and a few merges, <|im_end|> as end of a turn; <|im_start|> is special or "plain"."""
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,7 +30,7 @@ def write_tokenizer(folder: Path, template: str = CHATML, *, vocab_size: int = 3
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    tokenizer.train_from_iterator([TEXT, text] * 4, trainer)
     if start == "plain":
         tokenizer.add_tokens(["<|im_start|>"])
     folder.mkdir(parents=True, exist_ok=True)

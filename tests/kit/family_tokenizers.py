@@ -14,9 +14,9 @@ from rollmesh.text import Tokenizer
 from .chat_tokenizers import write_tokenizer
 
 
-def write_family_tokenizer(folder: Path, family: str, template: str = "") -> Path:
-    """A tokenizer folder that the renderer of ``family`` accepts; its end tokens are those of the renderer."""
-    write_tokenizer(folder, template, vocab_size=300)
+def write_family_tokenizer(folder: Path, family: str, template: str = "", text: str = "") -> Path:
+    """A tokenizer folder that the renderer of ``family`` accepts, with the words of ``text`` as tokens."""
+    write_tokenizer(folder, template, vocab_size=600 if text else 300, text=text)
     file = folder / "tokenizer.json"
     backend = HfTokenizer.from_file(str(file))
     renderer = create_renderer(_Growing(backend), config_from_name(family))

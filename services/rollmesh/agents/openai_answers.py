@@ -107,7 +107,7 @@ class AnswerFormat:
             return None
         choice: dict[str, Any] = {"index": index, "finish_reason": None}
         if self.endpoint == "chat":
-            choice["delta"] = {"role": "assistant", "content": ""}
+            choice["delta"] = {"role": "assistant", "content": "" if self.read is None else None}
         else:
             choice |= {"text": "", "logprobs": None}
         if not self.token_ids:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rollmesh.characters import half_character
+from rollmesh.agents.openai_messages import Closed, Message, TemplateValue, Text, Tool, is_empty, whole_characters
 from rollmesh.config.section import greedy_or_resolvable
 from rollmesh.types import LARGEST_REWARD
 
@@ -64,29 +63,6 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Fields of OpenAI's API and of other servers: values without effect beside empty ones, and the remedy for others."""
 
 
-def _is_empty(value: Any) -> bool:
-    """Tell whether a field says nothing: null, an empty value, or an object of such fields."""
-    return all(each in (None, [], {}, "") for each in (value.values() if isinstance(value, dict) else (value,)))
-
-
-def _whole_characters(text: str) -> str:
-    """Reject half of a surrogate pair: JSON can escape one, but it is not a valid character."""
-    if problem := half_character(text):
-        raise ValueError(problem)
-    return text
-
-
-def _json_value(value: Any) -> Any:
-    """Reject a number or a text that JSON cannot carry, anywhere in the value."""
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("a text in it has half of a surrogate pair, not a valid character") from error
-    except RecursionError as error:
-        raise ValueError("its lists and objects are nested too deeply") from error
-    return value
-
-
 def _of_sampled_token(value: Any) -> Any:
     """Reject a number of alternatives per token above 0."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -94,130 +70,12 @@ def _of_sampled_token(value: Any) -> Any:
     return value
 
 
-Text = Annotated[str, AfterValidator(_whole_characters)]
 Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
-TemplateValue = Annotated[Any, AfterValidator(_json_value)]
 NoAlternatives = Annotated[int, Field(ge=0, le=0), BeforeValidator(_of_sampled_token)]
-PromptText = Annotated[str, Field(min_length=1), AfterValidator(_whole_characters)]
+PromptText = Annotated[str, Field(min_length=1), AfterValidator(whole_characters)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Prompts = Annotated[list[PromptText] | list[TokenIds], Field(min_length=1, max_length=MOST_ANSWERS)]
 TokenCount = Annotated[int, Field(ge=1, le=MOST_INT32)]
-
-
-class Closed(BaseModel):
-    """Request that rejects unknown fields, unless they are empty; its docstrings become the OpenAPI text."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_empty_fields(cls, data: Any) -> Any:
-        """Drop fields that say nothing: a client sends them back with an answer, or for what it does not set."""
-        if not isinstance(data, dict):
-            return data
-        return {k: v for k, v in data.items() if v is not None and (k in cls.model_fields or not _is_empty(v))}
-
-
-class TextPart(Closed):
-    """One part of a message's content."""
-
-    type: Literal["text"]
-    """Type of the part; only text is supported."""
-    text: Text
-    """The text."""
-    cache_control: dict[str, Any] | None = None
-    """Ignored: equal beginnings are always shared. (Not part of OpenAI's API.)"""
-
-
-class CalledFunction(Closed):
-    """Function of a tool call."""
-
-    name: Text
-    """Name of the function."""
-    arguments: Text
-    """Arguments as JSON text."""
-
-
-class ToolCall(Closed):
-    """Call of a tool, as an answer contained it."""
-
-    id: Text
-    """Id of the call, which the tool's message refers to."""
-    type: Literal["function"] = "function"
-    """Type of the tool; only functions are supported."""
-    function: CalledFunction
-    """The called function."""
-    index: int | None = None
-    """Ignored: the position of the call in the answer."""
-
-
-class ToolFunction(Closed):
-    """Function that the model may call."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    """Name of the function."""
-    description: Text | None = None
-    """Purpose of the function, for the model."""
-    parameters: Annotated[dict[str, Any], AfterValidator(_json_value)] | None = None
-    """JSON schema of the arguments."""
-    strict: bool | None = None
-    """Ignored: the engine does not hold an answer to a schema."""
-
-
-class Tool(Closed):
-    """Tool that the model may call."""
-
-    type: Literal["function"]
-    """Type of the tool; only functions are supported."""
-    function: ToolFunction
-    """The function."""
-
-
-class Message(Closed):
-    """One chat message."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Author of the message."""
-    content: Text | list[TextPart]
-    """Text of the message. Null in an assistant message is an empty text."""
-    name: Text | None = None
-    """Name of the author, for chat templates that use it."""
-    tool_calls: list[ToolCall] = Field(default_factory=list)
-    """Calls of tools in an assistant message."""
-    reasoning_content: Text | None = None
-    """Thought of an assistant message, as its answer contained it."""
-    invalid_tool_calls: list[dict[str, Any]] = Field(default_factory=list)
-    """Ignored: what a client sends back of an answer whose calls could not be parsed. (Not part of OpenAI's API.)"""
-    tool_call_id: Text | None = None
-    """Id of the call that a tool message answers."""
-    prefix: bool | None = None
-    """Must be false, or true in an assistant message that ends the conversation. (Not part of OpenAI's API.)"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_text(cls, data: Any) -> Any:
-        """Refuse functions of the old API; null content of an assistant message is an empty text."""
-        if not isinstance(data, dict):
-            return data
-        if not _is_empty(data.get("function_call")):
-            raise ValueError("function_call: not supported; send tool_calls")
-        if not _is_empty(data.get("tool_calls")) and data.get("role") != "assistant":
-            raise ValueError(
-                f"tool_calls: in a message of the role {data.get('role')!r}; only an assistant calls tools"
-            )
-        is_empty = data.get("role") == "assistant" and data.get("content") is None
-        return {**data, "content": ""} if is_empty else data
-
-    def as_template(self) -> dict[str, Any]:
-        """Return the message as a chat template expects it: text content, without absent fields."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        optional = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-            "tool_calls": [call.model_dump(exclude={"index"}) for call in self.tool_calls] or None,
-        }
-        return {"role": self.role, "content": text, **{k: v for k, v in optional.items() if v is not None}}
 
 
 class StreamOptions(Closed):
@@ -231,7 +89,7 @@ class StreamOptions(Closed):
     """Must be false: the counts are in the last event. (Not part of OpenAI's API.)"""
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole_characters)]
+Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(whole_characters)]
 
 
 class SamplingRequest(Closed):
@@ -280,7 +138,7 @@ class SamplingRequest(Closed):
                 kept[name] = value
                 continue
             neutral, instead = _NEUTRAL[name]
-            if not _is_empty(value) and not any(
+            if not is_empty(value) and not any(
                 value == other and type(value) in (type(other), int, float) for other in neutral
             ):
                 raise ValueError(f"{name}: not supported; {instead}")
@@ -432,7 +290,7 @@ class RewardRequest(Closed):
 
     reward: Reward | None = None
     """Value of the agent's work."""
-    error: Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_whole_characters)] | None = None
+    error: Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(whole_characters)] | None = None
     """Reason for a missing value; the run's reward.on_error decides its effect."""
     verify: bool = False
     """Score the answer with the run's verifier; only for sessions with one trajectory."""

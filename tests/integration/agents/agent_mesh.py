@@ -46,6 +46,10 @@ TOKEN = "an-agent-token"
 TASKS = [[{"role": "user", "content": f"the answer is {n}?"}] for n in range(40)]
 
 
+WriteModel = Callable[[Path, int], Path]
+"""Writes the model of a seed to a folder."""
+
+
 def write_model(folder: Path, seed: int) -> Path:
     """A random Qwen2 over a byte-level vocabulary with ChatML."""
     # <|im_start|> is not special, so that a random model that writes it within an answer has it in the answer's text.
@@ -65,12 +69,12 @@ def write_model(folder: Path, seed: int) -> Path:
     return models.write_model(folder, config, seed, scale=3.0, shift=0.0)
 
 
-def make_config(folder: Path, server: EmbeddedServer, **sections: Any) -> RunConfig:
+def make_config(folder: Path, server: EmbeddedServer, write: WriteModel, **sections: Any) -> RunConfig:
     """A run of agents, or of what ``sections`` say."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "tasks.jsonl"
     rows.write_text("\n".join(json.dumps({"prompt": task, "answer": str(n)}) for n, task in enumerate(TASKS)))
-    write_model(folder / "model", 0)
+    write(folder / "model", 0)
     data: dict[str, Any] = {
         "name": folder.name,
         "folder": str(folder),
@@ -119,6 +123,7 @@ class AgentMesh:
     config: RunConfig
     store: TrajectoryStore
     tokenizer: Tokenizer
+    write: WriteModel
     trainer: str = ""
     versions: int = 0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -130,7 +135,7 @@ class AgentMesh:
             await self.store.limits.init_run(run_limits(self.config))
             self.trainer = await self.store.training.open_session("test")
         version = self.versions
-        source = write_model(Path(self.config.folder) / f"model-{version}", version)
+        source = self.write(Path(self.config.folder) / f"model-{version}", version)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
         canary = []
         for seed in range(2):
@@ -194,12 +199,17 @@ class AgentMesh:
 
 @asynccontextmanager
 async def agent_mesh(
-    folder: Path, server: EmbeddedServer, *, retry_seconds: float = 20.0, **sections: Any
+    folder: Path,
+    server: EmbeddedServer,
+    *,
+    retry_seconds: float = 20.0,
+    write: WriteModel = write_model,
+    **sections: Any,
 ) -> AsyncIterator[AgentMesh]:
     """A run with a served policy 0 and a leader; ``retry_seconds``: how long the service waits for Redis."""
-    config = make_config(folder, server, **sections)
+    config = make_config(folder, server, write, **sections)
     async with await TrajectoryStore.connect(config.store, config.name, retry_seconds=retry_seconds) as store:
-        mesh = AgentMesh(config, store, Tokenizer(config.model.path))
+        mesh = AgentMesh(config, store, Tokenizer(config.model.path), write)
         try:
             await mesh.publish()
             mesh.start(serve_generator)

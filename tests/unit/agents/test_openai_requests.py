@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from rollmesh.agents.chat_format import ChatFormats
 from rollmesh.agents.openai_errors import OpenAiError, as_openai
-from rollmesh.agents.openai_requests import ChatRequest, Closed, CompletionRequest, RewardRequest, SessionRequest
+from rollmesh.agents.openai_messages import Closed
+from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request, read_model
 from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer

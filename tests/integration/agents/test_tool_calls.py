@@ -1,0 +1,198 @@
+"""Agents with tools: a model that calls them, the official client in between, and the exact tokens in the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from renderers import config_from_name, create_renderer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+from rollmesh.store import EmbeddedServer
+from rollmesh.types import SegmentSource
+
+from ...kit.chat_tokenizers import CHATML
+from ...kit.family_tokenizers import write_family_tokenizer
+from .agent_client import http_of, state
+from .agent_mesh import TOKEN, AgentMesh, Api, agent_mesh
+
+QUESTION = {"role": "user", "content": "what is 2 + 3?"}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+SAID = [
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+            for a, b in ((2, 3), (3, 2))
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "5"},
+    {"role": "tool", "tool_call_id": "c", "content": "five"},
+    {"role": "assistant", "reasoning_content": "both agree", "content": "It is 5."},
+]
+
+
+@functools.cache
+def trained(folder: Path) -> Path:
+    """A small model that has learnt one conversation by heart: two calls at once, their results, an answer."""
+    torch.manual_seed(0)
+    write_family_tokenizer(folder, "qwen3", CHATML, text=json.dumps([ADD, SAID, QUESTION]))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    renderer = create_renderer(tokenizer, config_from_name("qwen3"))
+    whole = renderer.render([QUESTION, *SAID], tools=[ADD])  # type: ignore[arg-type, list-item]
+    ids, own = torch.tensor(whole.token_ids), torch.tensor(whole.sampled_mask)
+    config = Qwen2Config(
+        vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"],
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=96,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        eos_token_id=renderer.get_stop_token_ids(),
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(1000):
+        logits = model(ids[None]).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits[own[1:]], ids[1:][own[1:]])
+        if loss < 5e-3:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 5e-3, f"the conversation was not learnt: {loss}"
+    with torch.no_grad():
+        model.model.norm.weight.mul_(4.0)  # the same words, sampled as good as certainly
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+async def tools_mesh(
+    server: EmbeddedServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AgentMesh]:
+    source = trained(tmp_path_factory.getbasetemp() / "tool-model")
+
+    def write(folder: Path, seed: int) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in source.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return folder
+
+    sections: dict[str, Any] = {
+        "rollout": {"agent": {"contexts": "free"}, "max_new_tokens": 700},
+        "generator": {"max_context_tokens": 900},
+        "agents": {"renderer": "qwen3"},
+    }
+    async with agent_mesh(tmp_path / tmp_path.name, server, write=write, **sections) as mesh:
+        yield mesh
+
+
+def result_of(call: Any) -> dict[str, Any]:
+    sent = json.loads(call.function.arguments)
+    return {"role": "tool", "tool_call_id": call.id, "content": "5" if sent == {"a": 2, "b": 3} else "five"}
+
+
+async def test_calls_of_tools_are_answered_and_every_sampled_token_is_trained(tools_mesh: AgentMesh) -> None:
+    mesh = tools_mesh
+    async with mesh.api() as api, http_of(api) as http:
+        sampled: dict[str, list[int]] = {}
+        for streamed in (False, True, False, True):
+            told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
+            async with api.client(api_key=told["api_key"]) as client:
+                first = await answer(client, told, [QUESTION], streamed)
+                assert [json.loads(c.function.arguments) for c in first.message.tool_calls] == [
+                    {"a": 2, "b": 3},
+                    {"a": 3, "b": 2},
+                ]
+                assert (first.finish_reason, first.message.content) == ("tool_calls", None)
+                # What agent frameworks send back: the message as they keep it, and a result for each call.
+                echo = first.message.model_dump(include={"role", "content", "tool_calls"})
+                second = await answer(
+                    client, told, [QUESTION, echo, *map(result_of, first.message.tool_calls)], streamed
+                )
+                assert (second.finish_reason, second.message.content) == ("stop", "It is 5.")
+                assert second.message.model_extra["reasoning_content"] == "both agree"
+            shown = await state(http, told["id"])
+            assert shown["drift_count"] == 0
+            (trajectory,) = shown["trajectories"]
+            sampled[trajectory["id"]] = [*first.model_extra["token_ids"], *second.model_extra["token_ids"]]
+            assert (await http.post(f"/sessions/{told['id']}/reward", json={"reward": 1.0})).status_code == 200
+        batch = await mesh.batch(1)
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        assert {t.trajectory_id for t in trajectories} == set(sampled)
+        for trajectory in trajectories:
+            own = [s for s in trajectory.segments if s.source is SegmentSource.POLICY]
+            assert np.concatenate([s.token_ids for s in own]).tolist() == sampled[trajectory.trajectory_id]
+            text = mesh.tokenizer.decode(trajectory.response_ids, special_tokens=True)
+            talk = text.partition(QUESTION["content"])[2]
+            assert talk.count("<tool_call>") == talk.count("<tool_response>") == 2, talk
+            assert "<tool_response>\n5\n</tool_response>" in talk and talk.endswith("It is 5.<|im_end|>"), talk
+        assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
+
+
+async def answer(client: openai.AsyncOpenAI, told: dict[str, Any], messages: list[Any], streamed: bool) -> Any:
+    """One call's choice, put together by the official client where it is streamed."""
+    asked: dict[str, Any] = {
+        "model": told["model"], "messages": messages, "tools": [ADD], "extra_body": {"return_token_ids": True},
+    }  # fmt: skip
+    if not streamed:
+        return (await client.chat.completions.create(**asked)).choices[0]
+    ids: list[int] = []
+    async with client.chat.completions.stream(**asked) as stream:
+        async for event in stream:
+            if event.type == "chunk" and event.chunk.choices:
+                ids += event.chunk.choices[0].model_extra.get("token_ids", [])
+        choice = (await stream.get_final_completion()).choices[0]
+    choice.model_extra["token_ids"] = ids
+    return choice
+
+
+async def test_an_edited_result_of_a_tool_is_a_drift_and_an_unknown_one_is_refused(tools_mesh: AgentMesh) -> None:
+    mesh = tools_mesh
+    async with mesh.api() as api, http_of(api) as http:
+        told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
+        async with api.client(api_key=told["api_key"]) as client:
+            first = await answer(client, told, [QUESTION], False)
+            echo = first.message.model_dump(include={"role", "content", "tool_calls"})
+            results = [result_of(call) for call in first.message.tool_calls]
+            with pytest.raises(openai.BadRequestError) as refused:
+                await answer(client, told, [QUESTION, echo, {**results[0], "tool_call_id": "call_of_nobody"}], False)
+            assert "messages.2.tool_call_id" in str(refused.value)
+            last = await answer(client, told, [QUESTION, echo, *results], False)
+            edited = [QUESTION, echo, {**results[0], "content": "6"}, results[1]]
+            await answer(client, told, edited, False)
+            assert (await state(http, told["id"]))["drift_count"] == 1
+            assert last.message.content == "It is 5."
+
+
+async def test_two_calls_of_one_session_at_once_are_not_mixed(tools_mesh: AgentMesh) -> None:
+    async with tools_mesh.api() as api, http_of(api) as http:
+        told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
+        url, key = f"/sessions/{told['id']}/v1/chat/completions", {"Authorization": f"Bearer {TOKEN}"}
+        body = {"model": told["model"], "messages": [QUESTION], "tools": [ADD]}
+
+        async def ask(api: Api) -> int:
+            async with http_of(api) as each:
+                return (await each.post(f"{api.url}{url}", json=body, headers=key)).status_code
+
+        assert sorted(await asyncio.gather(*(ask(api) for _ in range(2)))) in ([200, 409], [200, 200])
+        assert (await state(http, told["id"]))["state"] == "active"
