@@ -20,7 +20,7 @@ SECTIONS_THAT_MAY_CHANGE = ("launcher", "network", "telemetry", "security", "gat
 MAY_CHANGE: dict[str, str] = {
     "data": "max_prompt_tokens",
     "rollout": (
-        "agent.idle_timeout_seconds environment_timeout_seconds partial_save_tokens "
+        "agent.idle_timeout_seconds agent.open_on_first_call environment_timeout_seconds partial_save_tokens "
         "chunk_timeout_seconds placement worker_concurrency"
     ),
     "reward": "address timeout_seconds workers memory_limit_bytes",
