@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +134,9 @@ def test_seeds_end_with_the_verdict_and_its_status(
 def test_an_effect_is_what_totals_and_step_reports_show(
     tmp_path: Path, method: str, changes: dict[str, Any], effect: str
 ) -> None:
-    summary = replace(summarise(make_run(tmp_path / "run", steps=3)), **changes)
+    summary = summarise(make_run(tmp_path / "run", steps=3))
+    for name, value in changes.items():
+        assert hasattr(summary, name)
+        setattr(summary, name, value)
     records = [{"grad_norm": norm, "batch": {"advantage_abs_mean": norm / 4}} for norm in (1.0, 2.0, 3.0)]
     assert effect_of(method, summary, records).startswith(effect)

@@ -29,9 +29,10 @@ WITHOUT_LOCKS = """
 import errno, platform, sys
 from rollmesh.tasks.sandbox import kernel as calls
 flock = {"x86_64": 73, "aarch64": 32}[platform.machine()]
-steps = [calls._load(calls._NUMBER_AT), *calls._returns(calls._EQUAL, flock, calls._ERROR | errno.ENOLCK)]
+refused = calls._returns(calls._EQUAL, flock, calls._ERROR | errno.ENOLCK)
 calls.refuse_new_privileges()
-calls.filter_system_calls(b"".join([*steps, calls._result(calls._ALLOW)]))
+steps = [calls._step(calls._LOAD, calls._NUMBER_AT), *refused, calls._step(calls._RETURN, calls._ALLOW)]
+calls.filter_system_calls(b"".join(steps))
 from rollmesh.cli.main import main
 sys.argv[1:] = ["up", "run.yaml"]
 main()
