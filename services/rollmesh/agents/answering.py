@@ -25,6 +25,7 @@ from rollmesh.agents.session_address import SESSION_HEADER, named_session
 from rollmesh.agents.session_opening import session_of_call
 from rollmesh.runtime.tasks import cancel_and_wait
 
+_ID_PREFIXES: Mapping[Endpoint, str] = {"chat": "chatcmpl", "completions": "cmpl", "generate": "gen"}
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header that the official clients send with every automatic retry."""
 
@@ -51,11 +52,11 @@ class Answering:
             raise
         shape = AnswerFormat(
             endpoint=endpoint,
-            answer_id=f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{secrets.token_hex(12)}",
+            answer_id=f"{_ID_PREFIXES[endpoint]}-{secrets.token_hex(12)}",
             created=int(time.time()),
             model=body.model,
             logprobs=body.wants_logprobs,
-            token_ids=bool(body.return_token_ids),
+            token_ids=bool(body.return_token_ids) or endpoint == "generate",
             contexts=[answer.context_ids.tolist() for answer in answers[:: body.n or 1]],
             choices_per_context=body.n or 1,
             read=None if parsed.read is None else partial(parsed.read, answers[0].context_ids),

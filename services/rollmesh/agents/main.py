@@ -3,6 +3,7 @@
 GET     /v1/models                     the run, and the policy versions in service
 POST    /v1/chat/completions           answer a conversation
 POST    /v1/completions                continue a text or token ids
+POST    /inference/v1/generate         continue token ids, for clients that render messages themselves
 POST    /v1/sessions                   open a session with a prompt (rollout.program=agent)
 GET     /v1/sessions                   list the sessions in progress
 GET     /v1/sessions/{id}              show a session: trajectories, drift, state
@@ -21,8 +22,14 @@ from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
 from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_service import OpenAiService, openai_service
 from rollmesh.agents.answering import Answering, unless_disconnected
-from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, OpenAiRoute, busy
-from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
+from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, OpenAiRoute, busy, invalid
+from rollmesh.agents.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    RewardRequest,
+    SessionRequest,
+)
 from rollmesh.agents.session_address import CLIENT_HEADER, SESSION_HEADER, SessionPaths, access_check
 from rollmesh.agents.session_manager import check_repeated
 from rollmesh.agents.session_opening import open_session
@@ -99,11 +106,12 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 
 def build_app(service: OpenAiService, token: str, metrics: RequestMetrics, host: str) -> FastAPI:
     """Build the application of one run; every call requires ``token``."""
+    check = access_check(token, service)
     app = api_app(
         "agents",
         "OpenAI-compatible API of a run, and sessions of outside agents.",
         PREFIX,
-        [openai_router(service, access_check(token, service))],
+        [openai_router(service, check), generate_router(service, check)],
         metrics,
         hosts=accepted_hosts(service.config, host),
         most_bytes=service.config.gateway.max_request_bytes,
@@ -124,6 +132,7 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
         prefix=PREFIX, tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_errors()
     )
     answering = Answering(service)
+    longest = service.config.generator.max_context_tokens
 
     @api.get("/models")
     async def models() -> dict[str, Any]:
@@ -135,7 +144,7 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
             "newest_policy_version": None if newest is None else newest.policy_version,
             "generators_by_version": {str(version): count for version, count in sorted(serving.items())},
         }
-        return {"object": "list", "data": [_model(name) for name in names], "rollmesh": state}
+        return {"object": "list", "data": [_model(name, longest) for name in names], "rollmesh": state}
 
     @api.get("/models/{model}", responses=_errors(404))
     async def model(model: str) -> dict[str, Any]:
@@ -144,7 +153,7 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
         run = service.config.name
         if model not in (run, *(f"{run}@{version}" for version in serving)):
             raise OpenAiError(404, f"model: {model!r} is not served here", param="model", code="model_not_found")
-        return _model(model)
+        return _model(model, longest)
 
     @api.post("/chat/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
     async def chat(request: Request, body: ChatRequest) -> Response:
@@ -157,6 +166,26 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
         return await answering.answer(request, body, "completions")
 
     _add_sessions(api, service)
+    return api
+
+
+def generate_router(service: OpenAiService, check: Check) -> APIRouter:
+    """Return the route of token ids in and out, where clients that render messages themselves look for it."""
+    api = APIRouter(tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_errors())
+    answering = Answering(service)
+    ends = set(service.formats.tokenizer.eos_token_ids)
+
+    @api.post("/inference/v1/generate", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
+    async def generate(request: Request, body: GenerateRequest) -> Response:
+        """Continue token ids; the answer has the ids and the log-probabilities of its tokens, and no text."""
+        if unknown := sorted({*(body.sampling_params.stop_token_ids or ())} - ends):
+            raise invalid(
+                f"sampling_params.stop_token_ids: {unknown[:5]} end no answer of this model; its end tokens are "
+                f"{sorted(ends)} (generation_config.json of the model folder)",
+                "sampling_params.stop_token_ids",
+            )
+        return await answering.answer(request, body.as_completion(), "generate")
+
     return api
 
 
@@ -207,5 +236,5 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         return Response(status_code=204)
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh"}
+def _model(name: str, longest: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh", "max_model_len": longest}

@@ -14,7 +14,8 @@ DONE = b"data: [DONE]\n\n"
 
 _READS = 16
 """A streamed message is read again when a sixteenth of its tokens is new."""
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "generate"]
+_KINDS: dict[Endpoint, str] = {"chat": "chat.completion", "completions": "text_completion", "generate": "generate"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,8 +93,7 @@ class AnswerFormat:
     """Message that the tokens of an answer say; None if it is their text."""
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
-        kind = "chat.completion" if self.endpoint == "chat" else "text_completion"
-        body = self._head(kind, extra)
+        body = self._head(_KINDS[self.endpoint], extra)
         body["choices"] = [self._choice(index, choice) for index, choice in enumerate(choices)]
         body["usage"] = self.usage(choices)
         if self.token_ids:
@@ -172,7 +172,7 @@ class AnswerFormat:
             body["finish_reason"] = choice.message.finish_reason(choice.finish_reason)
         elif self.endpoint == "chat":
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
-        else:
+        elif self.endpoint == "completions":
             body["text"] = choice.text
         body["logprobs"] = self._logprobs(choice.tokens, 0)
         if self.token_ids:
@@ -188,6 +188,8 @@ class AnswerFormat:
                 for t in tokens
             ]
             return {"content": content, "refusal": None}
+        if self.endpoint == "generate":
+            return {"content": [{"token": f"token_id:{t.token_id}", "logprob": t.logprob} for t in tokens]}
         offsets = []
         for token in tokens:
             offsets.append(offset)

@@ -92,11 +92,9 @@ class StreamOptions(Closed):
 Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(whole_characters)]
 
 
-class SamplingRequest(Closed):
-    """Fields common to chat and completions."""
+class Sampling(Closed):
+    """Sampling parameters of every call."""
 
-    model: Text
-    """Name of the run, or ``run@version`` for one policy version."""
     temperature: Annotated[float, Field(ge=0, le=10), AfterValidator(greedy_or_resolvable)] | None = None
     """Softmax temperature; 0 is greedy. Defaults to 1, or to the run's temperature in a session."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -104,13 +102,20 @@ class SamplingRequest(Closed):
     top_k: int | None = Field(default=None, ge=-1, le=MOST_INT32)
     """Number of most likely tokens to sample from; 0 and -1 keep all. Not supported in a session. (Not part of OpenAI's
     API.)"""
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
-    """Number of answers; 1 in a session."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     """Texts that end the answer and are not part of it."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Seed of the sampling: the same seed, policy version and context give the same answer. Not supported in a session,
     which uses the run's seed."""
+
+
+class SamplingRequest(Sampling):
+    """Fields common to chat and completions."""
+
+    model: Text
+    """Name of the run, or ``run@version`` for one policy version."""
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    """Number of answers; 1 in a session."""
     stream: bool | None = None
     """Send the answer as server-sent events while it is sampled."""
     stream_options: StreamOptions | None = None
@@ -276,6 +281,41 @@ class CompletionRequest(SamplingRequest):
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+
+class GenerateSampling(Sampling):
+    """Sampling parameters of a call with token ids."""
+
+    max_tokens: TokenCount | None = None
+    """Maximum tokens of the answer; defaults to the room left after the context."""
+    stop_token_ids: list[int] | None = None
+    """Ids that the client ends an answer at; they must be end tokens of the model, at all of which an answer ends."""
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    """0 or 1: the log-probability of the sampled token is always sent."""
+    skip_special_tokens: bool | None = None
+    """Ignored: an answer is token ids."""
+
+
+class GenerateRequest(Closed):
+    """POST /inference/v1/generate: token ids in and out, as the clients of renderers and verifiers call it."""
+
+    model: Text
+    """Name of the run, or ``run@version`` for one policy version."""
+    token_ids: TokenIds
+    """The context."""
+    sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
+    """Sampling parameters."""
+    cache_salt: str | None = None
+    """Ignored: equal beginnings are always shared."""
+    priority: int | None = None
+    """Ignored: calls are answered as they come."""
+
+    def as_completion(self) -> CompletionRequest:
+        """Return the call as a completion of token ids."""
+        sampling = self.sampling_params
+        fields = sampling.model_dump(include=set(Sampling.model_fields))
+        limit = sampling.max_tokens or MOST_INT32
+        return CompletionRequest(model=self.model, prompt=self.token_ids, max_tokens=limit, logprobs=0, **fields)
 
 
 class SessionRequest(Closed):

@@ -23,12 +23,12 @@ from rollmesh.runtime.request_guard import Unauthorized
 SESSION_HEADER = "X-Rollmesh-Session"
 CLIENT_HEADER = "X-Session-ID"
 """Header of environments that name each episode themselves, such as those of verifiers."""
-_PATH = re.compile(rb"/sessions/([^/]{1,300})(/v1(?:/.*)?)")
+_PATH = re.compile(rb"/sessions/([^/]{1,300})((?:/inference)?/v1(?:/.*)?)")
 _LONGEST_NAME = 100
 
 
 class SessionPaths:
-    """ASGI middleware that serves ``/sessions/ID/v1/...`` as ``/v1/...`` with the session's header."""
+    """ASGI middleware that serves ``/sessions/ID/PATH`` as ``/PATH`` (below /v1 and /inference/v1) with a header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

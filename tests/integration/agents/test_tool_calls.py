@@ -14,8 +14,10 @@ import openai
 import pytest
 import torch
 from renderers import config_from_name, create_renderer
+from renderers.client import generate
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from rollmesh.agents.chat_format import NamedTokenizer
 from rollmesh.store import EmbeddedServer
 from rollmesh.types import SegmentSource
 
@@ -196,3 +198,36 @@ async def test_two_calls_of_one_session_at_once_are_not_mixed(tools_mesh: AgentM
 
         assert sorted(await asyncio.gather(*(ask(api) for _ in range(2)))) in ([200, 409], [200, 200])
         assert (await state(http, told["id"]))["state"] == "active"
+
+
+async def test_a_client_that_renders_for_itself_sends_and_gets_token_ids(tools_mesh: AgentMesh) -> None:
+    """The client of the package renderers, with which prime-rl and verifiers train, finds all that it reads."""
+    renderer: Any = create_renderer(NamedTokenizer(tools_mesh.tokenizer), config_from_name("qwen3"))
+    async with tools_mesh.api() as api, http_of(api) as http:
+        told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
+        messages: list[Any] = [QUESTION]
+        contexts, answers = [], []
+        async with api.client(base_url=f"{api.url}/sessions/{told['id']}/v1") as client:
+            for results in (("5", "five"), ()):
+                prompt = None
+                if contexts:
+                    bridged = renderer.bridge_to_next_turn(contexts[0], answers[0], messages[-2:], tools=[ADD])
+                    prompt = bridged.token_ids
+                answer = await generate(
+                    client=client, renderer=renderer, messages=messages, model=told["model"], tools=[ADD],
+                    prompt_ids=prompt, sampling_params={"max_tokens": 100}, cache_salt="7", priority=0,
+                )  # fmt: skip
+                contexts.append(answer["prompt_ids"])
+                answers.append(answer["completion_ids"])
+                assert all(logprob <= 0 for logprob in answer["completion_logprobs"])
+                for call, result in zip(answer["tool_calls"], results, strict=True):
+                    messages.append({"role": "tool", "tool_call_id": call.id or "c", "content": result})
+            assert (answer["content"], answer["finish_reason"]) == ("It is 5.", "stop")
+        with pytest.raises(openai.BadRequestError) as refused:
+            async with api.client() as client:
+                body = {"model": told["model"], "token_ids": [1, 2], "sampling_params": {"stop_token_ids": [7]}}
+                await client.post(f"{api.url}/inference/v1/generate", cast_to=object, body=body)
+        assert refused.value.param == "sampling_params.stop_token_ids"
+        assert (await state(http, told["id"]))["drift_count"] == 0
+        await http.post(f"/sessions/{told['id']}/reward", json={"reward": 1.0})
+        assert (await state(http, told["id"]))["state"] == "rewarded"
