@@ -121,16 +121,23 @@ def call_target(found: Any, target: str, field: str, options: Mapping[str, Any],
 
 
 def load_function(
-    target: str, field: str, inputs: tuple[str, ...], options: Mapping[str, Any], options_field: str = ""
+    target: str,
+    field: str,
+    inputs: tuple[str, ...],
+    options: Mapping[str, Any],
+    options_field: str = "",
+    *,
+    coroutine: bool = False,
 ) -> Callable[..., Any]:
-    """Import a user's function of ``inputs``, which takes the options as keywords.
+    """Import a user's function (or coroutine function) of ``inputs``, which takes the options as keywords.
 
     Raises ConfigError, naming ``field``, if it does not exist or its signature does not fit. ``options_field`` is
     ``FIELD_options`` unless given.
     """
     function: Any = load_target(target, field)
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{field}: {target} must be a plain function of ({', '.join(inputs)})")
+    if not callable(function) or inspect.iscoroutinefunction(function) is not coroutine:
+        kind = "an async function" if coroutine else "a plain function"
+        raise ConfigError(f"{field}: {target} must be {kind} of ({', '.join(inputs)})")
     if problem := _problem_of_call(function, inputs, options):
         called = ", ".join((*inputs, f"**{options_field or f'{field}_options'}"))
         raise ConfigError(f"{field}: {target} cannot be called as f({called}): {problem}")

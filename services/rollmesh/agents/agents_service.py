@@ -169,7 +169,7 @@ async def openai_service(
         client = await stack.enter_async_context(GenerationClient(security))
         settings = WorkerSettings.from_config(config, tokenizer)
         stop = asyncio.Event()
-        loops = _Loops(shutdown)
+        loops = Loops(shutdown)
         agents: Agents | None = None
         if config.rollout.program == "agent":
             reward = await stack.enter_async_context(RewardClient(config, security=security))
@@ -216,7 +216,7 @@ async def _complete(config: RunConfig, store: TrajectoryStore) -> bool:
     return max(state.trained_step, state.cut_step) >= config.trainer.train_steps
 
 
-class _Loops:
+class Loops:
     """Background tasks whose failure ends the process."""
 
     def __init__(self, shutdown: Shutdown) -> None:

@@ -36,6 +36,7 @@ from rollmesh.agents.session_opening import open_session
 from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
+from rollmesh.errors import ConfigError
 from rollmesh.runtime.addresses import bind_host
 from rollmesh.runtime.api_app import Check, api_app
 from rollmesh.runtime.http_server import accepted_hosts, public_server
@@ -45,6 +46,7 @@ from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import service_host
 from rollmesh.scheduling import run_limits
 from rollmesh.store.trajectory_store import open_service_store
+from rollmesh.tasks.environments.environment_protocol import load_agent
 from rollmesh.text import Tokenizer
 
 PREFIX = "/v1"
@@ -93,7 +95,16 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         service = await host.stack.enter_async_context(
             openai_service(config, index, store, tokenizer, host.metrics, host.health, shutdown, host.security)
         )
-        app = build_app(service, api_token(config), RequestMetrics(host.metrics), address)
+        token = api_token(config)
+        app = build_app(service, token, RequestMetrics(host.metrics), address)
+        if target := config.rollout.agent.function:
+            try:
+                from rollmesh.agents.hosted_agent import hosted_agent
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"rollout.agent.function: needs the package {error.name}: pip install 'rollmesh[agents]'"
+                ) from error
+            await host.stack.enter_async_context(hosted_agent(service, app, load_agent(target), token, shutdown))
         root = await host.stack.enter_async_context(
             public_server(app, config, address, config.agents.port, "agents.port", host.security)
         )

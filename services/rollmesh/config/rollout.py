@@ -19,6 +19,9 @@ class AgentConfig(Section):
     open_on_first_call: bool = False
     """true: a call that names an unknown session opens it under this name, with the next prompt as its group; needs
     ``contexts: free``, since the agent does not see the prompt. false: only POST /v1/sessions opens one."""
+    function: str | None = None
+    """``module:function`` of ``async def rollout(client, row) -> reward``: the agents service runs it on every prompt,
+    with an OpenAI client whose calls are recorded in its session; null: agents come from outside."""
     idle_timeout_seconds: float = Field(default=600.0, gt=0)
     """Time after which a session without a call expires: its prompt waits for another session, and its tokens are
     dropped and counted."""

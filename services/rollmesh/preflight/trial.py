@@ -40,6 +40,7 @@ from rollmesh.tasks.environments.environment_protocol import (
     checked_reply,
     checked_snapshot,
     environment_factory,
+    load_agent,
 )
 from rollmesh.tasks.sources.source_protocol import RowSource, Split, build_prompt_source
 from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, Verifier, build_verifier, checked_reward
@@ -75,6 +76,8 @@ def own_names(config: RunConfig) -> list[str]:
     names += [source.target for source in config.data.sources.values() if isinstance(source, PythonSource)]
     if config.rollout.program == "environment":
         names.append(config.rollout.environment)
+    if config.rollout.program == "agent":
+        names.append(config.rollout.agent.function or "")
     return [name for name in names if ":" in name]
 
 
@@ -157,6 +160,8 @@ def try_inputs(model: RunModel, late: Callable[[str], None] | None = None) -> li
         scored += [evaluated] if config.data.evaluation_source is not None else []
     if config.rollout.program == "environment":
         try_environment(config, prompt, ["", str(prompt.metadata.get("answer", "1"))])
+    if config.rollout.program == "agent" and config.rollout.agent.function is not None:
+        load_agent(config.rollout.agent.function)
     for scored_prompt in scored:
         _score_prompt(late, config, scored_prompt, tokenizer)
     return list(_hints(config, tokenizer, prompt))

@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import torch
 import yaml
+from fastapi import FastAPI
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer as HfTokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -108,6 +109,7 @@ class Api:
     registry: Metrics
     url: str
     shutdown: asyncio.Event
+    app: FastAPI
 
     def client(self, **options: Any) -> AsyncOpenAI:
         return AsyncOpenAI(**{"base_url": f"{self.url}/v1", "api_key": TOKEN, "max_retries": 0, **options})
@@ -190,7 +192,7 @@ class AgentMesh:
         ) as service:
             app = build_app(service, TOKEN, RequestMetrics(registry), "127.0.0.1")
             async with http_server(app, listen("127.0.0.1", 0, "port"), grace_seconds=grace_seconds) as port:
-                yield Api(service, registry, f"http://127.0.0.1:{port}", shutdown)
+                yield Api(service, registry, f"http://127.0.0.1:{port}", shutdown, app)
 
     async def aclose(self) -> None:
         self.shutdown.set()

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from rollmesh.store import EmbeddedServer
 
 from .agent_mesh import AgentMesh, agent_mesh
+from .tool_model import trained
 
 _NUMBERS = itertools.count()
 
@@ -35,3 +36,24 @@ async def make_mesh(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Cal
             return await stack.enter_async_context(agent_mesh(folder, server, **sections))
 
         yield make
+
+
+@pytest.fixture
+async def tools_mesh(
+    server: EmbeddedServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AgentMesh]:
+    source = trained(tmp_path_factory.getbasetemp() / "tool-model")
+
+    def write(folder: Path, seed: int) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in source.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return folder
+
+    sections: dict[str, Any] = {
+        "rollout": {"agent": {"contexts": "free"}, "max_new_tokens": 700},
+        "generator": {"max_context_tokens": 900},
+        "agents": {"renderer": "qwen3"},
+    }
+    async with agent_mesh(tmp_path / tmp_path.name, server, write=write, **sections) as mesh:
+        yield mesh

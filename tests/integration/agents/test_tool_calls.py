@@ -3,109 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-import torch
 from renderers import config_from_name, create_renderer
 from renderers.client import generate
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from rollmesh.agents.chat_format import NamedTokenizer
-from rollmesh.store import EmbeddedServer
 from rollmesh.types import SegmentSource
 
-from ...kit.chat_tokenizers import CHATML
-from ...kit.family_tokenizers import write_family_tokenizer
 from .agent_client import http_of, state
-from .agent_mesh import TOKEN, AgentMesh, Api, agent_mesh
-
-QUESTION = {"role": "user", "content": "what is 2 + 3?"}
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
-SAID = [
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
-            for a, b in ((2, 3), (3, 2))
-        ],
-    },
-    {"role": "tool", "tool_call_id": "c", "content": "5"},
-    {"role": "tool", "tool_call_id": "c", "content": "five"},
-    {"role": "assistant", "reasoning_content": "both agree", "content": "It is 5."},
-]
-
-
-@functools.cache
-def trained(folder: Path) -> Path:
-    """A small model that has learnt one conversation by heart: two calls at once, their results, an answer."""
-    torch.manual_seed(0)
-    write_family_tokenizer(folder, "qwen3", CHATML, text=json.dumps([ADD, SAID, QUESTION]))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    renderer = create_renderer(tokenizer, config_from_name("qwen3"))
-    whole = renderer.render([QUESTION, *SAID], tools=[ADD])  # type: ignore[arg-type, list-item]
-    ids, own = torch.tensor(whole.token_ids), torch.tensor(whole.sampled_mask)
-    config = Qwen2Config(
-        vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"],
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=96,
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-        eos_token_id=renderer.get_stop_token_ids(),
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(1000):
-        logits = model(ids[None]).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits[own[1:]], ids[1:][own[1:]])
-        if loss < 5e-3:
-            break
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 5e-3, f"the conversation was not learnt: {loss}"
-    with torch.no_grad():
-        model.model.norm.weight.mul_(4.0)  # the same words, sampled as good as certainly
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-async def tools_mesh(
-    server: EmbeddedServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[AgentMesh]:
-    source = trained(tmp_path_factory.getbasetemp() / "tool-model")
-
-    def write(folder: Path, seed: int) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in source.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-        return folder
-
-    sections: dict[str, Any] = {
-        "rollout": {"agent": {"contexts": "free"}, "max_new_tokens": 700},
-        "generator": {"max_context_tokens": 900},
-        "agents": {"renderer": "qwen3"},
-    }
-    async with agent_mesh(tmp_path / tmp_path.name, server, write=write, **sections) as mesh:
-        yield mesh
+from .agent_mesh import TOKEN, AgentMesh, Api
+from .tool_model import ADD, QUESTION
 
 
 def result_of(call: Any) -> dict[str, Any]:

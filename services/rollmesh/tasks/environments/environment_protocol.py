@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ from rollmesh.characters import half_character
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.types import LARGEST_REWARD, Prompt
-from rollmesh.user_code import call_target, load_target
+from rollmesh.user_code import call_target, load_function, load_target
 
 BUILT_IN: Mapping[str, str] = {"calculator": "rollmesh.tasks.environments.calculator:CalculatorEnvironment"}
 """Environments by their name in the run file, as ``module:Class``, imported when they are used."""
@@ -91,6 +91,15 @@ class SnapshotEnvironment(Environment, Protocol):
 
     def restore(self, state: bytes) -> None:
         """Continue from a snapshot; called after ``reset``, instead of the turns that the snapshot covers."""
+
+
+AgentFunction = Callable[[Any, Mapping[str, Any]], Awaitable[float]]
+"""Agent of a user: ``async def rollout(client, row) -> reward``, with an OpenAI client and the session's JSON."""
+
+
+def load_agent(target: str) -> AgentFunction:
+    """Import the function that ``rollout.agent.function`` names; ConfigError if it is no coroutine function of two."""
+    return load_function(target, "rollout.agent.function", ("client", "row"), {}, coroutine=True)
 
 
 def environment_factory(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:

@@ -1,0 +1,119 @@
+"""Agent that a user wrote as one function, ``async def rollout(client, row) -> reward``, run inside the service.
+
+The function gets an OpenAI client whose calls are those of its session. One task works on each prompt that the queue
+gives; the pool bounds their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+from fastapi import FastAPI
+from openai import APIError, APIStatusError, AsyncOpenAI
+from pydantic import ValidationError
+
+from rollmesh.agents.agent_session import AgentSession
+from rollmesh.agents.agents_service import Loops, OpenAiService
+from rollmesh.agents.openai_errors import OpenAiError
+from rollmesh.agents.openai_requests import RewardRequest
+from rollmesh.agents.session_opening import open_session
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import BackgroundTasks, cancelled_awaits_as_errors
+from rollmesh.tasks.environments.environment_protocol import AgentFunction
+from rollmesh.user_code import described
+
+_PROMPT_SECONDS = 10.0
+"""Longest wait for one prompt; without one the next wait begins."""
+_POLL_SECONDS = 0.5
+_RETRIES = 20
+"""Retries of a call that the service refuses for now (a pause, a busy pool)."""
+_LONGEST_ERROR = 2000
+
+
+@asynccontextmanager
+async def hosted_agent(
+    service: OpenAiService, app: FastAPI, function: AgentFunction, token: str, shutdown: Shutdown
+) -> AsyncIterator[None]:
+    """Run the function on every prompt until ``shutdown`` or the end of the run; calls do not leave the process."""
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, timeout=None) as http:
+        client = AsyncOpenAI(
+            base_url="http://127.0.0.1/v1", api_key=token, http_client=http, max_retries=_RETRIES, timeout=None
+        )
+        loops = Loops(shutdown)
+        loops.start(_HostedAgent(service, client, function).run(shutdown), "hosted-agent")
+        yield
+        await loops.ended()
+
+
+class _HostedAgent:
+    def __init__(self, service: OpenAiService, client: AsyncOpenAI, function: AgentFunction) -> None:
+        self._service = service
+        self._client = client
+        self._function = function
+        self._attempts = BackgroundTasks()
+        self._log = get_logger("agents")
+
+    async def run(self, shutdown: Shutdown) -> None:
+        manager = self._service.agent_parts.session_manager
+        own: set[str] = set()
+        try:
+            while not shutdown.is_set():
+                for session in manager.sessions:
+                    # The function that began a session of an earlier process is gone.
+                    if session.session_id not in own and not session.newest.mark.ended:
+                        manager.end(session, "given_up")
+                try:
+                    session = await open_session(self._service, _PROMPT_SECONDS)
+                except OpenAiError as error:
+                    if error.code == "run_complete" or await wait_or_shutdown(shutdown, _POLL_SECONDS):
+                        return
+                    continue
+                own.add(session.session_id)
+                self._attempts.start(self._attempt(session), session.session_id)
+        finally:
+            await self._attempts.cancel()
+
+    async def _attempt(self, session: AgentSession) -> None:
+        """Run the function and post its reward; an error of its own is the reward's."""
+        row = session.describe(self._service.config.name, with_task=True)
+        work = asyncio.ensure_future(self._reward(session, row))
+        try:
+            while not work.done() and not session.ended:
+                await asyncio.wait([work], timeout=_POLL_SECONDS)
+            if session.ended:  # lost, or silent for longer than rollout.agent.idle_timeout_seconds
+                return
+            request = work.result()
+            if request is not None:
+                await self._service.agent_parts.rewards.post(session, request)
+        except OpenAiError as error:
+            self._log.warning("hosted_agent_reward", session=session.session_id, message=str(error))
+            if error.code == "nothing_sampled":
+                self._service.agent_parts.session_manager.end(session, "given_up")
+        finally:
+            work.cancel()
+
+    async def _reward(self, session: AgentSession, row: Mapping[str, Any]) -> RewardRequest | None:
+        """Return the reward of the function; None if its session was gone."""
+        try:
+            with cancelled_awaits_as_errors():
+                value = await self._function(self._client.with_options(api_key=row["api_key"]), row)
+            return RewardRequest(reward=value)
+        except APIStatusError as error:
+            if error.status_code == 410:
+                return None
+            return self._failed(session, error)
+        except ValidationError:
+            return self._failed(session, ValueError(f"returned {value!r}, which is no finite number"))
+        except (Exception, SystemExit) as error:
+            return self._failed(session, error)
+
+    def _failed(self, session: AgentSession, error: BaseException) -> RewardRequest:
+        message = str(error) if isinstance(error, APIError) else described(error)
+        self._log.warning("hosted_agent_failed", session=session.session_id, message=message)
+        return RewardRequest(error=message[:_LONGEST_ERROR])

@@ -1,0 +1,89 @@
+"""An agent of ten lines, run by the service: its rewards are trained, and its faults cost its own trajectories only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from rollmesh.agents.hosted_agent import hosted_agent
+from rollmesh.errors import ConfigError
+from rollmesh.tasks.environments.environment_protocol import load_agent
+from rollmesh.types import OutcomeKind
+
+from .agent_mesh import TOKEN, AgentMesh
+from .tool_model import ADD, QUESTION
+
+SEEN: Counter[str] = Counter()
+
+
+async def rollout(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
+    """The agent of docs/agents.md: it answers calls of its calculator until the model calls it no more."""
+    messages: list[Any] = [QUESTION]
+    for _ in range(4):
+        answer = (await client.chat.completions.create(model=row["model"], messages=messages, tools=[ADD])).choices[0]
+        messages.append(answer.message.model_dump(exclude_none=True))
+        if not answer.message.tool_calls:
+            break
+        for call in answer.message.tool_calls:
+            sent = json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(sent["a"] + sent["b"])})
+    return float("5" in (messages[-1]["content"] or ""))
+
+
+async def faulty(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
+    """Every third rollout fails, every third one hangs, and the others are right."""
+    SEEN["rollouts"] += 1
+    number = SEEN["rollouts"] % 3
+    value = await rollout(client, row)
+    if number == 0:
+        raise KeyError("tool server")
+    if number == 1:
+        await asyncio.Event().wait()
+    return value
+
+
+def not_async(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
+    return 0.0
+
+
+async def test_rewards_of_the_function_are_trained_with_the_tokens_of_its_calls(tools_mesh: AgentMesh) -> None:
+    mesh = tools_mesh
+    async with mesh.api() as api, hosted_agent(api.service, api.app, rollout, TOKEN, api.shutdown):
+        for step in (1, 2, 3):
+            batch = await mesh.batch(step)
+            for trajectory in (t for group in batch.groups for t in group.trajectories):
+                assert trajectory.outcome is not None and trajectory.outcome.value == 1.0
+                text = mesh.tokenizer.decode(trajectory.response_ids, special_tokens=True)
+                assert text.endswith("It is 5.<|im_end|>") and "<tool_response>\n5\n</tool_response>" in text
+        api.shutdown.set()
+    assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
+    counts = await mesh.store.mesh.counts()
+    assert counts.totals.get("forks_total", 0) == 0
+
+
+async def test_a_rollout_that_fails_or_hangs_costs_its_own_trajectory(tools_mesh: AgentMesh) -> None:
+    mesh = tools_mesh
+    mesh.config.rollout.agent.__dict__["idle_timeout_seconds"] = 3.0
+    async with mesh.api() as api, hosted_agent(api.service, api.app, faulty, TOKEN, api.shutdown):
+        kinds: Counter[OutcomeKind] = Counter()
+        for step in (1, 2):
+            batch = await mesh.batch(step)
+            kinds += Counter(t.outcome.kind for g in batch.groups for t in g.trajectories if t.outcome is not None)
+        assert kinds[OutcomeKind.SCORED] >= 2
+        await mesh.until("a hanging one has ended", lambda: hung(api))
+        api.shutdown.set()
+
+
+async def hung(api: Any) -> bool:
+    return bool(api.value("rollmesh_agents_sessions_ended_total", how="idle"))
+
+
+def test_what_is_no_coroutine_function_is_refused_with_the_field() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.agent\.function: .* must be an async function of \(client, row\)"):
+        load_agent(f"{__name__}:not_async")
