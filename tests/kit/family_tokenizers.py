@@ -19,6 +19,7 @@ def write_family_tokenizer(folder: Path, family: str, template: str = "", text: 
     write_tokenizer(folder, template, vocab_size=600 if text else 300, text=text)
     file = folder / "tokenizer.json"
     backend = HfTokenizer.from_file(str(file))
+    backend.add_tokens(["<think>"])  # tokenizers have it, although not every renderer asks for it
     renderer = create_renderer(_Growing(backend), config_from_name(family))
     ends = renderer.get_stop_token_ids()
     backend.save(str(file))

@@ -165,6 +165,7 @@ async def openai_service(
     On exit every active trajectory is saved and released. The release does not count as an attempt.
     """
     metrics = OpenAiMetrics(registry)
+    formats = await asyncio.to_thread(ChatFormats, config, tokenizer)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(GenerationClient(security))
         settings = WorkerSettings.from_config(config, tokenizer)
@@ -196,7 +197,7 @@ async def openai_service(
             yield OpenAiService(
                 config=config,
                 store=store,
-                formats=ChatFormats(config, tokenizer),
+                formats=formats,
                 metrics=metrics,
                 unrecorded=UnrecordedCalls(
                     tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens

@@ -155,7 +155,6 @@ class AnswerTurn:
     """
 
     def __init__(self, tokenizer: Tokenizer, context_ids: Int32Array, stops: Sequence[str] = ()) -> None:
-        self.context_ids = context_ids
         self._stream = TextStream(tokenizer, context_ids)
         self._stops = tuple(stops)
         self._ids: list[int] = []

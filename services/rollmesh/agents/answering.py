@@ -60,6 +60,7 @@ class Answering:
             contexts=[answer.context_ids.tolist() for answer in answers[:: body.n or 1]],
             choices_per_context=body.n or 1,
             read=None if parsed.read is None else partial(parsed.read, answers[0].context_ids),
+            streams=parsed.streams,
         )
         session_id = "" if session is None else session.session_id
         call.began(answers, sum(map(len, shape.contexts)))
@@ -83,9 +84,9 @@ class Answering:
             await service.check_published(requests[0].pinned_version)
             return None, requests[0], [answer for each in requests for answer in await service.unrecorded.start(each)]
         check_recordable(body, service.config)
+        parsed = await self._read(body)
         session = await session_of_call(service, named)
         retry = request.headers.get(_RETRY_HEADER, "0")
-        parsed = await self._read(body)
         answer = await service.agent_parts.recorded.start(
             session, parsed, is_retry=retry.isdecimal() and int(retry) > 0
         )

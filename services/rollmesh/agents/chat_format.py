@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 _NO_NAME = ("auto", "template")
+_READ_WHOLE = frozenset({"gemma4", "gpt-oss", "inkling", "kimi-k2.5", "llama-3"})
+"""Families whose parsers read a part of an answer otherwise than the whole: llama-3 the beginning of a call as text,
+for example. Their messages are streamed at the end. (gpt-oss is not tested: its vocabulary is not in the package.)"""
 _MOST_FORMATS = 64
 """Number of formats, one for each choice of variables, that are kept."""
 
@@ -69,26 +72,42 @@ class AnswerMessage:
 class RendererFormat:
     """Format that a renderer knows; a conversation is compared message by message, and its tokens are appended to."""
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, name: str, renderer: Renderer, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+        self.streams = name not in _READ_WHOLE and not name.startswith("deepseek")
+        """True if the message of a part of an answer is a part of its message."""
         self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._variables = variables
 
     def transcript(self, messages: Sequence[Message], tools: Tools) -> str:
-        """Return a conversation as lines of JSON: its tools and then its messages, without the thoughts of answers."""
-        return f"{_json(list(tools))}\n{''.join(map(_line, messages))}"
+        """Return a conversation as lines of JSON: variables and tools, then its messages without thoughts of answers.
 
-    def answer_line(self, context_ids: Int32Array, answer_ids: Int32Array, tools: Tools) -> str:
-        """Return the line of an answer in the transcript of a later call."""
-        said = self.message(context_ids, answer_ids.tolist(), tools)
-        return _line({"role": "assistant", "content": said.content, "tool_calls": said.tool_calls})
+        Raises DataError for values that are nested too deeply.
+        """
+        try:
+            return f"{_json([self._variables, list(tools)])}\n{''.join(map(_line, messages))}"
+        except RecursionError as error:
+            raise DataError("the lists and objects of tools or arguments are nested too deeply") from error
+
+    def answer_lines(self, context_ids: Int32Array, answer_ids: Int32Array, tools: Tools) -> tuple[str, str]:
+        """Return the line of an answer in the transcript of a later call: with its calls read, and left as text."""
+        read, unread = (
+            self.message(context_ids, answer_ids.tolist(), tools, read_calls=read_calls) for read_calls in (True, False)
+        )
+        return _answer_line(read), _answer_line(unread)
 
     def ids(self, messages: Sequence[Message], tools: Tools) -> Int32Array:
         """Return the tokens of a conversation and of the beginning of an answer; DataError for refused messages."""
         given: Any = [dict(message) for message in messages]
         try:
-            ids = self._renderer.render_ids(given, tools=list(tools) or None, add_generation_prompt=True)
+            rendered = self._renderer.render(given, tools=list(tools) or None, add_generation_prompt=True)
         except Exception as error:  # every family refuses messages with errors of its own
             raise DataError(f"the renderer of the model refuses the messages: {error}") from error
-        return np.array(ids, np.int32)
+        written = set(rendered.message_indices)
+        for number, message in enumerate(messages):
+            if message["content"].strip() and number not in written:
+                raise DataError(f"the format of the model writes no {message['role']!r} message at place {number}")
+        return np.array(rendered.token_ids, np.int32)
 
     def next_ids(
         self, context_ids: Int32Array, answer_ids: Int32Array, messages: Sequence[Message], new: int, tools: Tools
@@ -98,18 +117,31 @@ class RendererFormat:
         They do not where the format drops the thoughts of earlier turns.
         """
         added: Any = [dict(message) for message in messages[len(messages) - new :]]
-        bridged = self._renderer.bridge_to_next_turn(
-            context_ids.tolist(), answer_ids.tolist(), added, tools=list(tools) or None
-        )
+        try:
+            bridged = self._renderer.bridge_to_next_turn(
+                context_ids.tolist(), answer_ids.tolist(), added, tools=list(tools) or None
+            )
+        except Exception as error:  # every family refuses messages with errors of its own
+            raise DataError(f"the renderer of the model refuses the messages: {error}") from error
         ids = self.ids(messages, tools) if bridged is None else np.array(bridged.token_ids, np.int32)
         known = np.concatenate([context_ids, answer_ids])
         return ids[len(known) :] if np.array_equal(ids[: len(known)], known) else None
 
-    def message(self, context_ids: Int32Array, answer_ids: Sequence[int], tools: Tools) -> AnswerMessage:
-        """Read the message of an answer, which may be incomplete."""
-        parsed = self._renderer.parse_response(
-            list(answer_ids), tools=list(tools) or None, prompt_ids=context_ids.tolist()
-        )
+    def message(
+        self, context_ids: Int32Array, answer_ids: Sequence[int], tools: Tools, *, read_calls: bool
+    ) -> AnswerMessage:
+        """Read the message of an answer, which may be incomplete; calls that are not read are part of its content."""
+        ids = list(answer_ids)
+        try:
+            parsed = self._renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=context_ids.tolist())
+        except Exception as error:  # what a policy writes can break a parser in many ways
+            return _unreadable(_text(self._tokenizer, ids), error)
+        if parsed.tool_calls and not read_calls:
+            text = _text(self._tokenizer, ids)
+            thought = parsed.reasoning_content or ""
+            return AnswerMessage(
+                content=(text.partition(thought)[2] if thought else text).strip(), reasoning=thought.strip()
+            )
         return _answer_message(parsed.content, parsed.reasoning_content or "", parsed.tool_calls, context_ids)
 
 
@@ -117,8 +149,25 @@ def read_calls(tokenizer: Tokenizer, parser: str, context_ids: Int32Array, answe
     """Read the tool calls of an answer in a format without a renderer; a thought stays in the content."""
     from renderers.parsers import get_tool_parser
 
-    content_ids, calls = get_tool_parser(parser, NamedTokenizer(tokenizer)).extract(list(answer_ids))
-    return _answer_message(tokenizer.decode(content_ids), "", calls, context_ids)
+    ids = list(answer_ids)
+    try:
+        content_ids, calls = get_tool_parser(parser, NamedTokenizer(tokenizer)).extract(ids)
+    except Exception as error:  # what a policy writes can break a parser in many ways
+        return _unreadable(_text(tokenizer, ids), error)
+    said = _answer_message(tokenizer.decode(content_ids), "", calls, context_ids)
+    # The template writes its own line break before calls, and nothing of a call that cannot be read.
+    content = tokenizer.decode(ids) if said.invalid_tool_calls else said.content.removesuffix("\n")
+    return replace(said, content=content) if calls else said
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of an answer with the markers of its format, without the token that ends it."""
+    return tokenizer.decode([i for i in ids if i not in tokenizer.eos_token_ids], special_tokens=True)
+
+
+def _unreadable(text: str, error: Exception) -> AnswerMessage:
+    call = {"name": None, "args": text, "error": f"{type(error).__name__}: {error}"[:200]}
+    return AnswerMessage(content="", invalid_tool_calls=[call])
 
 
 class ChatFormats:
@@ -140,22 +189,32 @@ class ChatFormats:
             self._renderer = _matching_renderer(tokenizer, self._options, self._variables) if _is_installed() else ""
         get_logger("agents").info("chat_format", renderer=self._renderer or "none: the tokenizer's chat template")
 
+    @property
+    def renders(self) -> bool:
+        """True if a renderer writes the messages of a call."""
+        return bool(self._renderer)
+
+    @property
+    def names_results(self) -> bool:
+        """True if a result may carry the name of its function; Kimi's format prints a name in place of the role."""
+        return not self._renderer.startswith("kimi")
+
     def renderer_format(self, added: Mapping[str, Any]) -> RendererFormat | None:
         """Return the renderer's format with the variables of a call, or None; DataError for unknown variables."""
         if not self._renderer:
             return None
         variables = {**self._variables, **added}
         key = _json(variables)
-        if key not in self._formats:
-            if len(self._formats) >= _MOST_FORMATS:
-                self._formats.clear()
+        known = self._formats.get(key)
+        if known is None:
             try:
-                self._formats[key] = RendererFormat(
-                    _make_renderer(self._renderer, self.tokenizer, self._options, variables)
-                )
+                renderer = _make_renderer(self._renderer, self.tokenizer, self._options, variables)
             except Exception as error:  # the package raises its own and pydantic's errors
                 raise DataError(f"chat_template_kwargs: the renderer {self._renderer} refuses them: {error}") from error
-        return self._formats[key]
+            if len(self._formats) >= _MOST_FORMATS:
+                self._formats.clear()
+            known = self._formats[key] = RendererFormat(self._renderer, renderer, self.tokenizer, variables)
+        return known
 
 
 def _is_installed() -> bool:
@@ -216,9 +275,11 @@ def _matching_renderer(tokenizer: Tokenizer, options: Mapping[str, Any], variabl
         return ""
     expected = tokenizer.encode(text)
     for name in _known_renderers():
+        if name == "gpt-oss":  # it prints today's date, so no template with a fixed one agrees, and loads a vocabulary
+            continue
         try:
             renderer = _make_renderer(name, tokenizer, options, variables)
-            written = RendererFormat(renderer).ids(_PROBE, _PROBE_TOOLS)
+            written = RendererFormat(name, renderer, tokenizer, variables).ids(_PROBE, _PROBE_TOOLS)
         except Exception:  # a family whose special tokens the tokenizer lacks; every one has errors of its own
             continue
         if np.array_equal(written, expected):
@@ -254,22 +315,32 @@ def _answer_message(
     invalid: list[Mapping[str, Any]] = []
     context = context_ids.tobytes()
     for index, call in enumerate(parsed):
-        if call.status != "ok" or not call.name:
-            invalid.append({"name": call.name, "args": call.raw, "error": str(call.status)})
+        problem = str(call.status) if call.status != "ok" else _problem_of(call)
+        if problem:
+            invalid.append({"name": call.name, "args": call.raw, "error": problem})
             continue
         # The same answer to the same context has the same ids, also after a crash of the service.
         digest = hashlib.blake2b(f"{index} {call.raw}".encode() + context, digest_size=12).hexdigest()
-        arguments = call.arguments or {}
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append(
-            {
-                "id": call.id or f"call_{digest}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": arguments},
-            }
-        )
-    return AnswerMessage(content=content, reasoning=reasoning, tool_calls=calls, invalid_tool_calls=invalid)
+        own_id = call.id if call.id not in {known["id"] for known in calls} else None
+        arguments = json.dumps(call.arguments or {}, ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"id": own_id or f"call_{digest}", "type": "function", "function": function})
+    return AnswerMessage(
+        content=content.strip(), reasoning=reasoning.strip(), tool_calls=calls, invalid_tool_calls=invalid
+    )
+
+
+def _problem_of(call: ParsedToolCall) -> str:
+    """Return why a parsed call is none that a client can read and send back, or an empty text."""
+    if not isinstance(call.name, str) or not call.name:
+        return "missing_name"
+    if not isinstance(call.arguments or {}, dict):
+        return "arguments_no_object"
+    try:
+        json.dumps([call.name, call.arguments, call.raw], allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # NaN, half a character, nested too deeply
+        return "arguments_no_json"
+    return ""
 
 
 def _line(message: Message) -> str:
@@ -282,12 +353,16 @@ def _line(message: Message) -> str:
     return f"{_json({'role': 'assistant', 'content': message['content'].strip(), 'tool_calls': calls})}\n"
 
 
+def _answer_line(said: AnswerMessage) -> str:
+    return _line({"role": "assistant", "content": said.content, "tool_calls": said.tool_calls})
+
+
 def _plain(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -111,13 +111,13 @@ def match_next(
     mark: TurnMark,
     tail: Tail,
     recorded_ids: Int32Array,
-    written_answer: Callable[[], str],
+    written_answer: Callable[[], Sequence[str]],
     encode: Callable[[str], Int32Array | None],
 ) -> Match:
     """Compare a context with a trajectory that has at least one turn.
 
-    ``recorded_ids`` are prompt and response; ``written_answer()`` is the text of ``tail.sampled`` in a context, and
-    ``encode`` gives the tokens of the context's end, or None if they do not continue the sampled ones.
+    ``recorded_ids`` are prompt and response; ``written_answer()`` are the texts that ``tail.sampled`` may have in a
+    context, and ``encode`` gives the tokens of the context's end, or None if they do not continue the sampled ones.
     """
     if context.token_ids is not None:
         return _match_ids(context.token_ids, recorded_ids, len(tail.sampled) + len(tail.environment))
@@ -126,10 +126,11 @@ def match_next(
         return Differs(why="the conversation before the newest answer differs from the recorded one")
     if not rest:
         return Repeats()
-    written = written_answer()
-    if not written or not rest.startswith(written):
+    texts = written_answer()
+    written = next((text for text in texts if text and rest.startswith(text)), None)
+    if written is None:
         return Differs(
-            why=f"the newest answer was recorded as {shortened(written)!r} and was sent back as {shortened(rest)!r}"
+            why=f"the newest answer was recorded as {shortened(texts[0])!r} and was sent back as {shortened(rest)!r}"
         )
     new_ids = encode(rest[len(written) :])
     if new_ids is None:

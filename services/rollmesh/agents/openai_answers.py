@@ -39,8 +39,7 @@ class MessageSoFar:
         said, parts = read(ids), dict[str, Any]()
         for name, text in (("reasoning_content", said.reasoning), ("content", said.content)):
             sent = self.text.get(name, "")
-            # The end may be space before a call, or half a character.
-            now = text if final else text.rstrip().removesuffix("\ufffd")
+            now = text if final else text.removesuffix("\ufffd").rstrip()
             if now.startswith(sent) and len(now) > len(sent):
                 parts[name] = now[len(sent) :]
                 self.text[name] = now
@@ -91,6 +90,8 @@ class AnswerFormat:
     """Answers to each prompt."""
     read: Callable[[Sequence[int]], AnswerMessage] | None = None
     """Message that the tokens of an answer say; None if it is their text."""
+    streams: bool = True
+    """False if the message of a part may differ from that of the whole: it is sent at the end."""
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
         body = self._head(_KINDS[self.endpoint], extra)
@@ -121,7 +122,8 @@ class AnswerFormat:
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
         if self.read is not None:
             ids = [*(token.token_id for token in before.tokens), *delta.token_ids]
-            choice["delta"] = before.message.news(self.read, ids, final=delta.finish_reason is not None)
+            final = delta.finish_reason is not None
+            choice["delta"] = before.message.news(self.read, ids, final=final) if final or self.streams else {}
             choice["finish_reason"] = before.message.finish_reason(delta.finish_reason)
         elif self.endpoint == "chat":
             choice["delta"] = {"content": delta.text} if delta.text or not delta.finish_reason else {}
@@ -168,7 +170,8 @@ class AnswerFormat:
             said = choice.message.news(self.read, [token.token_id for token in choice.tokens], final=True)
             if calls := said.get("tool_calls"):
                 said["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
-            body["message"] = {"role": "assistant", "content": None, "refusal": None, **said}
+            content = None if "tool_calls" in said else ""
+            body["message"] = {"role": "assistant", "content": content, "refusal": None, **said}
             body["finish_reason"] = choice.message.finish_reason(choice.finish_reason)
         elif self.endpoint == "chat":
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}

@@ -119,6 +119,10 @@ class Message(Closed):
     """Calls of tools in an assistant message."""
     reasoning_content: Text | None = None
     """Thought of an assistant message, as its answer contained it."""
+    reasoning: Text | None = None
+    """Ignored: another name of reasoning_content."""
+    provider_specific_fields: dict[str, Any] | None = None
+    """Ignored: what a client library adds. (Not part of OpenAI's API.)"""
     invalid_tool_calls: list[dict[str, Any]] = Field(default_factory=list)
     """Ignored: what a client sends back of an answer whose calls could not be parsed. (Not part of OpenAI's API.)"""
     tool_call_id: Text | None = None

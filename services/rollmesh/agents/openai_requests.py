@@ -56,8 +56,11 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "the client already has the prompt"),
     "priority": ((0,), "omit it: calls are answered as they come"),
     "prompt_logprobs": ((False,), "omit it: only the answer's log-probabilities are known"),
-    "include_reasoning": ((True,), "omit it: the text of an answer contains its thought"),
-    "separate_reasoning": ((False,), "omit it: the text of an answer contains its thought"),
+    "include_reasoning": ((True,), "omit it: a thought is in reasoning_content with a renderer, else in the text"),
+    "separate_reasoning": (
+        (False,),
+        "omit it: a thought is in reasoning_content with a renderer, else in the text",
+    ),
     "suffix": ((False,), "only continuation of a text is supported"),
 }
 """Fields of OpenAI's API and of other servers: values without effect beside empty ones, and the remedy for others."""
@@ -170,8 +173,8 @@ class ChatRequest(SamplingRequest):
     """Tools that the model may call."""
     tool_choice: Literal["auto", "none"] | None = None
     """auto: the answer is read for calls; none: its text is left as it is. A call cannot be forced."""
-    parallel_tool_calls: Literal[True] | None = None
-    """Must be true: an answer has as many calls as the model writes."""
+    parallel_tool_calls: bool | None = None
+    """Must be true with tools: an answer has as many calls as the model writes."""
     max_tokens: TokenCount | None = None
     """Maximum tokens of the answer; defaults to the room left after the context."""
     max_completion_tokens: TokenCount | None = None
@@ -209,6 +212,10 @@ class ChatRequest(SamplingRequest):
     @model_validator(mode="after")
     def _results_answer_calls(self) -> ChatRequest:
         """Match every tool message with a call of the assistant message before it, and no call with two."""
+        if self.tools and self.parallel_tool_calls is False:
+            raise ValueError(
+                "parallel_tool_calls: false is not supported; an answer has the calls that the model writes"
+            )
         open_calls: set[str] | None = None  # None: no assistant message with calls precedes
         for number, message in enumerate(self.messages):
             if message.role != "tool":

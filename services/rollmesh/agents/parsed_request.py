@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmesh.agents.answer_stream import AnswerTurn
 from rollmesh.agents.chat_format import AnswerMessage, ChatFormats, RendererFormat, read_calls
 from rollmesh.agents.context_match import Context
 from rollmesh.agents.openai_errors import OpenAiError, invalid
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
+from rollmesh.chat_template import Message
 from rollmesh.config import RunConfig
 from rollmesh.errors import DataError
 from rollmesh.text import Tokenizer
@@ -29,13 +29,16 @@ class ParsedRequest:
     """Tokens of the whole context, used if none of it is recorded."""
     other_ids: Callable[[], Int32Array] | None = None
     """The same without the tokens that the tokenizer adds around a text; None if it adds none."""
-    written: Callable[[AnswerTurn], str]
-    """Text of a recorded answer in the context of a later call."""
+    written: Callable[[Int32Array, Int32Array], Sequence[str]] | None
+    """Texts that a recorded answer may have in the context of a later call, from its context and its tokens; None if it
+    is the text of its tokens."""
     next_ids: Callable[[str, Int32Array, Int32Array], Int32Array | None]
     """Tokens of the context's end, given as text, after a recorded context and the answer to it; None if they do not
     continue these tokens."""
     read: Callable[[Int32Array, Sequence[int]], AnswerMessage] | None
     """Message that the tokens of an answer to a context say; None if it is their text."""
+    streams: bool
+    """True if the message of a part of an answer is a part of its message."""
     choices: int
     stops: tuple[str, ...]
     token_limit: int | None
@@ -60,9 +63,9 @@ def parse_request(
     request: ChatRequest | CompletionRequest, config: RunConfig, formats: ChatFormats, index: int = 0
 ) -> ParsedRequest:
     """Parse a call with the prompt at ``index``; the OpenAiError of an invalid one names the field."""
-    tokenizer = formats.tokenizer
+    tokenizer, streams = formats.tokenizer, True
     plain: Callable[[], Int32Array] | None = None
-    written: Callable[[AnswerTurn], str] = _raw_text
+    written: Callable[[Int32Array, Int32Array], Sequence[str]] | None = None
     read: Callable[[Int32Array, Sequence[int]], AnswerMessage] | None = None
 
     def next_ids(rest: str, context_ids: Int32Array, answer_ids: Int32Array) -> Int32Array | None:
@@ -71,6 +74,7 @@ def parse_request(
     if isinstance(request, ChatRequest):
         chat = _Chat(request, config, formats)
         context, whole, read = Context(text=chat.text), chat.whole_ids, chat.read
+        streams = chat.format is not None and chat.format.streams
         if chat.format is not None:
             written, next_ids = chat.written, chat.next_ids
     elif isinstance(prompt := request.prompts[index], str):
@@ -92,6 +96,7 @@ def parse_request(
         written=written,
         next_ids=next_ids,
         read=read,
+        streams=streams,
         choices=request.n or 1,
         stops=request.stops,
         token_limit=request.token_limit,
@@ -121,7 +126,7 @@ def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
     temperature = config.rollout.temperature
     if "@" in request.model:
         raise invalid(
-            f"model: a session samples from the newest policy; send {config.name!r}, or omit the session header",
+            f"model: a session samples from the newest policy; send {config.name!r}, or name no session",
             "model",
         )
     if request.temperature is not None and request.temperature != temperature:
@@ -139,8 +144,8 @@ def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
             )
     if request.prompt_count > 1:
         raise invalid(
-            f"prompt: {request.prompt_count} prompts in a session, which has a single conversation; send one, or omit "
-            "the session header",
+            f"prompt: {request.prompt_count} prompts in a session, which has a single conversation; send one, "
+            "or name no session",
             "prompt",
         )
     if request.n not in (None, 1):
@@ -149,8 +154,7 @@ def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
         raise invalid("seed: not supported in a session, which samples with the run's seed; omit it", "seed")
 
 
-def _raw_text(turn: AnswerTurn) -> str:
-    return turn.raw
+_AS_SYSTEM = {"developer": "system"}
 
 
 class _Chat:
@@ -160,23 +164,33 @@ class _Chat:
     """
 
     def __init__(self, request: ChatRequest, config: RunConfig, formats: ChatFormats) -> None:
-        self._messages = [message.as_template() for message in request.messages]
+        self._messages: list[Message] = [message.as_template() for message in request.messages]
         self._tools = request.tool_specs
         self._tokenizer = formats.tokenizer
         added = request.chat_template_kwargs or {}
         begun = request.messages[-1].role == "assistant"
-        self._parser = formats.tool_parser if self._tools and request.tool_choice != "none" else None
+        self._parser = formats.tool_parser
+        self._reads_calls = bool(self._tools) and request.tool_choice != "none"
         self.format: RendererFormat | None = None
         try:
-            self.format = None if begun and formats.tokenizer.has_chat_template else formats.renderer_format(added)
+            self.format = None if begun else formats.renderer_format(added)
             if self.format is None:
                 self._tokenizer.check_template_variables(added, "chat_template_kwargs")
         except DataError as error:
             raise invalid(str(error), "chat_template_kwargs") from error
-        self.read = self._reader(request.tool_choice == "none")
+        self.read = self._reader()
         if self.format is not None:
-            self.text = self.format.transcript(self._messages, self._tools)
+            self._messages = _for_renderer(self._messages, name_results=formats.names_results)
+            try:
+                self.text = self.format.transcript(self._messages, self._tools)
+            except DataError as error:
+                raise invalid(f"messages and tools: {error}", "messages") from error
             return
+        if begun and formats.renders and not formats.tokenizer.has_chat_template:
+            raise invalid(
+                "messages: an assistant message at the end is continued by the chat template, and this model has none",
+                "messages",
+            )
         if self._tools and formats.tool_parser is None:
             raise invalid(
                 "tools: the tool calls of this model cannot be read, because no renderer knows its chat template; set "
@@ -200,23 +214,36 @@ class _Chat:
         except DataError as error:
             raise invalid(f"messages: {error}", "messages") from error
 
-    def written(self, turn: AnswerTurn) -> str:
-        """Return a recorded answer as the transcript of a later call shows it."""
+    def written(self, context_ids: Int32Array, answer_ids: Int32Array) -> Sequence[str]:
+        """Return a recorded answer as the transcript of a later call may show it."""
         assert self.format is not None
-        return self.format.answer_line(turn.context_ids, turn.token_ids, self._tools)
+        return self.format.answer_lines(context_ids, answer_ids, self._tools)
 
     def next_ids(self, rest: str, context_ids: Int32Array, answer_ids: Int32Array) -> Int32Array | None:
         """Return the tokens of the messages in ``rest``, the end of the transcript, or None."""
         assert self.format is not None
         return self.format.next_ids(context_ids, answer_ids, self._messages, rest.count("\n"), self._tools)
 
-    def _reader(self, calls_are_text: bool) -> Callable[[Int32Array, Sequence[int]], AnswerMessage] | None:
-        tools, chosen, parser = self._tools, self.format, self._parser
-        if chosen is not None and not calls_are_text:
-            return lambda context_ids, ids: chosen.message(context_ids, ids, tools)
-        if chosen is None and parser is not None:
+    def _reader(self) -> Callable[[Int32Array, Sequence[int]], AnswerMessage] | None:
+        tools, chosen, parser, read = self._tools, self.format, self._parser, self._reads_calls
+        if chosen is not None:
+            return lambda context_ids, ids: chosen.message(context_ids, ids, tools, read_calls=read)
+        if parser is not None and read:
             return lambda context_ids, ids: read_calls(self._tokenizer, parser, context_ids, ids)
         return None
+
+
+def _for_renderer(messages: Sequence[Message], *, name_results: bool) -> list[Message]:
+    """Return messages in the roles that renderers know, and results with the names of the functions called."""
+    called: dict[str, str] = {}
+    written: list[Message] = []
+    for message in messages:
+        called |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        added = {"role": _AS_SYSTEM.get(message["role"], message["role"])}
+        if message["role"] == "tool" and name_results and message.get("tool_call_id") in called:
+            added["name"] = called[message["tool_call_id"]]
+        written.append({**message, **added})
+    return written
 
 
 def _no_model(message: str) -> OpenAiError:

@@ -143,10 +143,12 @@ class RecordedCalls:
             return self._match_first(active.context_ids(), request)
         tail = tail_of(active.segments, mark.at)
 
-        def written() -> str:
+        def written() -> Sequence[str]:
+            if request.written is not None:
+                return request.written(_context_ids(active, mark.at), tail.sampled)
             turn = self._read(active, mark.at)
             turn.finish()
-            return request.written(turn)
+            return (turn.raw,)
 
         def next_ids(rest: str) -> Int32Array | None:
             return request.next_ids(rest, _context_ids(active, mark.at), tail.sampled)

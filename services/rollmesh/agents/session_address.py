@@ -1,7 +1,7 @@
 """Session that a request belongs to: named in the URL's path, in a header, or by the API key.
 
-Agents that set only a base URL and a key use ``/sessions/ID/v1`` or the key ``sk-ID``. A key of a session opens that
-session alone; every other request carries the run's token.
+Agents that set only a base URL and a key use ``/sessions/ID/v1`` or the key ``sk-ID``. The key of a session is for its
+calls alone; every other request carries the run's token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SessionPaths:
             sent = scope.get("raw_path") or scope["path"].encode()
             if (match := _PATH.fullmatch(sent)) is not None:
                 name, path = unquote(match[1].decode("latin-1")), match[2]
-                header = (SESSION_HEADER.lower().encode(), name.encode("latin-1", "replace"))
+                header = (SESSION_HEADER.lower().encode(), name.encode())
                 scope["path"], scope["raw_path"] = unquote(path.decode("latin-1")), path
                 scope["headers"] = [*scope["headers"], header]
         await self._app(scope, receive, send)
@@ -47,9 +47,9 @@ class SessionPaths:
 def named_session(request: Request, *, with_client_header: bool = True) -> str:
     """Return the id or the name of the request's session, or an empty text; OpenAiError if it names two."""
     headers = request.headers.getlist(SESSION_HEADER)
-    if with_client_header:
-        headers += request.headers.getlist(CLIENT_HEADER)
     named = list(dict.fromkeys(filter(None, [*headers, _key_session(request.headers.get("Authorization", ""))])))
+    if not named and with_client_header:  # a client names its episodes in any case: what names ours counts first
+        named = list(dict.fromkeys(filter(None, request.headers.getlist(CLIENT_HEADER))))
     if len(named) > 1:
         raise invalid(
             f"the request names the sessions {named[0]!r} and {named[1]!r} (URL path, {SESSION_HEADER}, "
@@ -58,8 +58,8 @@ def named_session(request: Request, *, with_client_header: bool = True) -> str:
             "two_sessions",
         )
     name = named[0] if named else ""
-    if len(name) > _LONGEST_NAME or not name.isprintable():
-        raise invalid(f"the session's name must be at most {_LONGEST_NAME} printable characters", None)
+    if len(name) > _LONGEST_NAME or not (name.isascii() and name.isprintable()):
+        raise invalid(f"the session's name must be at most {_LONGEST_NAME} printable ASCII characters", None)
     return name
 
 
@@ -80,11 +80,12 @@ def access_check(token: str, service: OpenAiService) -> Check:
             if error.status == 503:
                 raise
             raise Unauthorized("the key is of no session", field="Authorization", hint=str(error)) from error
-        if own != request.path_params.get("session_id", own) or own != named_session(request):
+        if own != named_session(request):
             raise Unauthorized("the key is of another session", field="Authorization", hint="send the run's token")
-        if request.url.path.endswith("/v1/sessions"):
+        if request.url.path.startswith("/v1/sessions"):
+            # An agent, or code that its model wrote, can read its own key: it must not reward itself with it.
             raise Unauthorized(
-                "the key is of one session", field="Authorization", hint="send the run's token to open or list sessions"
+                "the key of a session is for its calls", field="Authorization", hint="send the run's token"
             )
 
     return check

@@ -13,8 +13,8 @@ import re
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rollmesh.agents.agent_session import (
@@ -95,16 +95,25 @@ class SessionManager:
         self._lease_ended.set()
         self._lease_ended = asyncio.Event()
 
+    @contextmanager
+    def opening(self, name: str) -> Iterator[None]:
+        """Keep the name of a session for the call that opens it; OpenAiError if another call does. No name is free."""
+        if name in self._opening:
+            raise busy(f"session {name}: another call is opening it", "session_busy")
+        if name:
+            self._opening.add(name)
+        try:
+            yield
+        finally:
+            self._opening.discard(name)
+
     async def open(self, wait_seconds: float, name: str = "") -> AgentSession | None:
         """Wait for a session with a new prompt; None after ``wait_seconds``, but not before the queue was asked.
 
-        ``name``: the name by which the agent calls the session; OpenAiError while another call opens it.
+        ``name``: the name by which the agent calls the session; empty without one.
 
         During a pause or an outage of the queue, and without generators, None is returned up to five seconds later.
         """
-        if name in self._opening:
-            raise busy(f"session {name}: another call is opening it", "session_busy")
-        self._opening |= {name} - {""}
         future: asyncio.Future[AgentSession] = asyncio.get_running_loop().create_future()
         waiting = (name, future)
         self._waiting.append(waiting)
@@ -125,7 +134,6 @@ class SessionManager:
         finally:
             if not future.done():
                 future.cancel()
-            self._opening.discard(name)
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
@@ -238,6 +246,10 @@ class SessionManager:
             if mark.session_name in self._ids_by_name:
                 return None  # the agent has opened the session again since the crash
             session = self._make_session(mark, active)
+            for waiting in [w for w in self._waiting if mark.session_name and w[0] == mark.session_name]:
+                self._waiting.remove(waiting)
+                if not waiting[1].done():
+                    waiting[1].set_result(session)
             self._log.info("agent_session_taken_over", session=mark.session_id, trajectory=active.trajectory_id)
         trajectory = SessionTrajectory(session, mark, active)
         self._begin(session, trajectory)

@@ -29,14 +29,17 @@ async def open_session(service: OpenAiService, wait_seconds: float, name: str = 
     """Wait for a prompt and return its session; OpenAiError if there is none in time or the run has ended."""
     session_manager = service.agent_parts.session_manager
     deadline = time.monotonic() + wait_seconds
-    while True:
-        session = await session_manager.open(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())), name)
-        if session is not None:
-            return session
-        if await service.complete():
-            raise gone("the run needs no more rollouts", "run_complete")
-        if time.monotonic() >= deadline:
-            raise too_many(f"no prompt within {wait_seconds:g} s: {await _why_none(service)}", "no_prompt")
+    with session_manager.opening(name):
+        while True:
+            if name and isinstance(known := session_manager.find(name), AgentSession):
+                return known  # another call has opened it, or its trajectory was taken over
+            session = await session_manager.open(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())), name)
+            if session is not None:
+                return session
+            if await service.complete():
+                raise gone("the run needs no more rollouts", "run_complete")
+            if time.monotonic() >= deadline:
+                raise too_many(f"no prompt within {wait_seconds:g} s: {await _why_none(service)}", "no_prompt")
 
 
 async def _why_none(service: OpenAiService) -> str:

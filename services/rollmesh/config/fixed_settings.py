@@ -17,7 +17,7 @@ FIXED: Mapping[str, str] = {
         "seed data.source data.domain_field data.held_out_ratio data.shuffle"
     ),
     f"it defines a rollout, and {_NOT_COMPARABLE}": (
-        "rollout.program rollout.agent.contexts rollout.environment rollout.environment_options "
+        "rollout.program rollout.agent.contexts rollout.agent.function rollout.environment rollout.environment_options "
         "data.chat_template_kwargs rollout.max_turns rollout.max_new_tokens rollout.temperature "
         "curriculum.token_budget curriculum.token_budget_options curriculum.turn_budget "
         "curriculum.turn_budget_options curriculum.planner curriculum.planner_options curriculum.most_members "

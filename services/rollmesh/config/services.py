@@ -139,6 +139,12 @@ class AgentsConfig(Section):
     """Parser of tool calls where no renderer knows the model: qwen3 (``<tool_call>`` with JSON), qwen3.5, glm or
     deepseek-v3."""
 
+    @model_validator(mode="after")
+    def _options_are_of_one_renderer(self) -> Self:
+        if self.renderer_options and self.renderer in ("auto", "template"):
+            raise ValueError(f"renderer_options: of no renderer with renderer={self.renderer}; name the model's family")
+        return self
+
 
 class LauncherConfig(Section):
     """Local processes of a run."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,34 +15,35 @@ from openai import AsyncOpenAI
 
 from rollmesh.agents.hosted_agent import hosted_agent
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.environments.environment_protocol import load_agent
+from rollmesh.tasks.environments.environment_protocol import AgentFunction, load_agent
 from rollmesh.types import OutcomeKind
 
 from .agent_mesh import TOKEN, AgentMesh
 from .tool_model import ADD, QUESTION
 
 SEEN: Counter[str] = Counter()
+HERE = "tests/integration/agents/test_hosted_agent.py"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "agents.md"
 
 
-async def rollout(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
-    """The agent of docs/agents.md: it answers calls of its calculator until the model calls it no more."""
-    messages: list[Any] = [QUESTION]
-    for _ in range(4):
-        answer = (await client.chat.completions.create(model=row["model"], messages=messages, tools=[ADD])).choices[0]
-        messages.append(answer.message.model_dump(exclude_none=True))
-        if not answer.message.tool_calls:
-            break
-        for call in answer.message.tool_calls:
-            sent = json.loads(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(sent["a"] + sent["b"])})
-    return float("5" in (messages[-1]["content"] or ""))
+def add(call: Any) -> str:
+    sent = json.loads(call.function.arguments)
+    return str(sent["a"] + sent["b"])
+
+
+def function_of_the_document() -> AgentFunction:
+    (code,) = re.findall(rf"<!-- run by {HERE} -->\n```python\n(.*?)```", DOCUMENT.read_text(), re.S)
+    names: dict[str, Any] = {"QUESTION": QUESTION, "ADD": ADD, "add": add}
+    exec(code, names)
+    function: AgentFunction = names["rollout"]
+    return function
 
 
 async def faulty(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
     """Every third rollout fails, every third one hangs, and the others are right."""
     SEEN["rollouts"] += 1
     number = SEEN["rollouts"] % 3
-    value = await rollout(client, row)
+    value = await function_of_the_document()(client, row)
     if number == 0:
         raise KeyError("tool server")
     if number == 1:
@@ -54,7 +57,7 @@ def not_async(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
 
 async def test_rewards_of_the_function_are_trained_with_the_tokens_of_its_calls(tools_mesh: AgentMesh) -> None:
     mesh = tools_mesh
-    async with mesh.api() as api, hosted_agent(api.service, api.app, rollout, TOKEN, api.shutdown):
+    async with mesh.api() as api, hosted_agent(api.service, api.app, function_of_the_document(), TOKEN, api.shutdown):
         for step in (1, 2, 3):
             batch = await mesh.batch(step)
             for trajectory in (t for group in batch.groups for t in group.trajectories):

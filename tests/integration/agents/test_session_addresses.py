@@ -51,10 +51,11 @@ async def test_the_key_of_a_session_opens_that_session_alone(make_mesh: Callable
     async with mesh.api() as api, http_of(api) as http:
         mine, other = [(await http.post("/sessions")).json() for _ in range(2)]
         key = {"Authorization": f"Bearer {mine['api_key']}"}
-        assert (await http.get(f"/sessions/{mine['id']}", headers=key)).status_code == 200
+        assert (await http.get("/models", headers=key)).status_code == 200
+        # An agent can read its key: it neither rewards itself with it nor reads the answer of its task.
         for method, path in (
-            ("GET", f"/sessions/{other['id']}"),
-            ("POST", f"/sessions/{other['id']}/reward"),
+            ("GET", f"/sessions/{mine['id']}"),
+            ("POST", f"/sessions/{mine['id']}/reward"),
             ("DELETE", f"/sessions/{other['id']}"),
             ("POST", "/sessions"),
             ("GET", "/sessions"),
@@ -65,10 +66,13 @@ async def test_the_key_of_a_session_opens_that_session_alone(make_mesh: Callable
         # A session that nobody opened may be one of a crashed service whose lease has not expired yet.
         assert (await http.get("/models", headers=unknown)).status_code in (401, 503)
         body = {"model": mine["model"], "messages": mine["messages"]}
-        for named in (key, {"X-Session-ID": mine["id"]}):
-            two = await http.post("/chat/completions", json=body, headers={**named, "X-Rollmesh-Session": other["id"]})
-            assert (two.status_code, two.json()["error"]["code"]) == (400, "two_sessions")
-        assert (await http.post(f"/sessions/{mine['id']}/reward", headers=key, json={"error": "x"})).status_code == 400
+        two = await http.post("/chat/completions", json=body, headers={**key, "X-Rollmesh-Session": other["id"]})
+        assert (two.status_code, two.json()["error"]["code"]) == (400, "two_sessions")
+        # A client that names its episodes in any case is in the session that its key or its URL names.
+        both = await http.post("/chat/completions", json=body, headers={**key, "X-Session-ID": "trace 7"})
+        assert both.json()["rollmesh"]["session"] == mine["id"]
+        odd = await http.post("/chat/completions", json=body, headers=[(b"X-Session-ID", "\u00e9".encode())])
+        assert (odd.status_code, "printable ASCII" in odd.text) == (400, True)
 
 
 async def test_the_first_call_opens_a_session_under_the_name_that_the_agent_gives(

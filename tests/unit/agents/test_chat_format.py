@@ -6,6 +6,8 @@ the renderer writes for it, and split in ways in which no tokenizer would split 
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 
-from rollmesh.agents.chat_format import ChatFormats, NamedTokenizer, RendererFormat
+from rollmesh.agents.chat_format import AnswerMessage, ChatFormats, NamedTokenizer, RendererFormat
 from rollmesh.agents.context_match import Context, Differs, Fits, Match, Repeats, Tail, TurnMark, mark_turn, match_next
+from rollmesh.agents.openai_answers import MessageSoFar
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.text import Tokenizer
@@ -87,19 +90,20 @@ class Talk:
         self.chat = chat
         self.messages: list[dict[str, Any]] = []
 
-    def answer(self, said: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Tokens that say a message; no example where the renderer begins the answer with something else."""
+    def answer(self, said: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+        """Tokens that say a message; None where the renderer begins the answer with something else."""
         calls = [
             {"id": f"functions.add:{n}", "type": "function", "function": {"name": "add", "arguments": call}}
             for n, call in enumerate(said["calls"])
         ]
-        assume(said["content"] or calls)
-        assume(len(calls) < 2 or self.family != "llama-3")  # its format has one call an answer
+        if not (said["content"] or calls) or (len(calls) > 1 and self.family == "llama-3"):  # it has one call an answer
+            return None
         own = {"role": "assistant", "content": said["content"], "tool_calls": calls}
         own |= {"reasoning_content": said["reasoning"]} if said["reasoning"] else {}
         prompt = self.renderer.render_ids(self.messages, tools=list(TOOLS), add_generation_prompt=True)
         whole = self.renderer.render_ids([*self.messages, own], tools=list(TOOLS), add_generation_prompt=False)
-        assume(whole[: len(prompt)] == prompt)
+        if whole[: len(prompt)] != prompt:
+            return None
         ids, ends = whole[len(prompt) :], self.renderer.get_stop_token_ids()
         ids = ids[: next((at + 1 for at, token_id in enumerate(ids) if token_id in ends), len(ids))]
         # Some parsers know a call only by the tokens that a tokenizer gives its parts.
@@ -113,7 +117,7 @@ class Talk:
             mark,
             Tail(sampled=answer, environment=np.empty(0, np.int32)),
             np.concatenate([context_ids, answer]),
-            lambda: self.chat.answer_line(context_ids, answer, TOOLS),
+            lambda: self.chat.answer_lines(context_ids, answer, TOOLS),
             lambda rest: self.chat.next_ids(context_ids, answer, messages, rest.count("\n"), TOOLS),
         )
 
@@ -128,7 +132,9 @@ def test_the_tokens_of_a_conversation_are_those_sampled_and_what_came_between(
     for said in turns:
         before = list(talk.messages)
         answer = talk.answer(said)
-        message = talk.chat.message(recorded, answer.tolist(), TOOLS)
+        assume(answer is not None)
+        assert answer is not None
+        message = talk.chat.message(recorded, answer.tolist(), TOOLS, read_calls=True)
         assert [call["function"]["name"] for call in message.tool_calls] == ["add"] * len(said["calls"])
         assert not message.invalid_tool_calls
         heard_now = [
@@ -160,10 +166,76 @@ def test_a_call_that_does_not_parse_is_typed_and_the_others_are_read(tmp_path: P
         '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
         '<tool_call>\n{"name": "add", "arg\n</tool_call>\n<tool_call>\n{"name": "add"'
     )
-    said = chat.message(NONE, tokenizer.encode(text).tolist(), TOOLS)
+    said = chat.message(NONE, tokenizer.encode(text).tolist(), TOOLS, read_calls=True)
     assert (said.content, said.reasoning) == ("Let me see.", "hm")
     assert [call["function"] for call in said.tool_calls] == [{"name": "add", "arguments": '{"a": 1}'}]
     assert [call["error"] for call in said.invalid_tool_calls] == ["invalid_json", "unclosed_block"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "add", "arguments": {"a": NUMBER}}'.replace("NUMBER", "7" * 5000),
+        "[" * 100_000,
+        '{"name": 5, "arguments": {}}',
+        '{"name": "add", "arguments": {"a": NaN}}',
+        '{"name": "add", "arguments": {"text": "\\ud83d"}}',
+        '{"name": "add", "arguments": [1]}',
+    ],
+)
+def test_a_call_that_no_client_could_send_back_is_typed_and_never_an_error(tmp_path: Path, call: str) -> None:
+    tokenizer = make_family_tokenizer(tmp_path, "qwen3")
+    chat = ChatFormats(config(tmp_path, renderer="qwen3"), tokenizer).renderer_format({})
+    assert chat is not None
+    said = chat.message(NONE, tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>").tolist(), TOOLS, read_calls=True)
+    assert not said.tool_calls and len(said.invalid_tool_calls) == 1
+    json.dumps(said.invalid_tool_calls, ensure_ascii=False).encode()
+    unread = chat.message(NONE, tokenizer.encode("see <tool_call>x</tool_call>").tolist(), TOOLS, read_calls=False)
+    assert unread.content == "see <tool_call>x</tool_call>" and not unread.invalid_tool_calls
+
+
+def test_a_streamed_message_is_the_whole_one_in_the_families_that_stream(talk: Talk) -> None:
+    talk.messages = [{"role": "user", "content": "what is 2 + 3?"}]
+    context_ids = talk.chat.ids(talk.messages, TOOLS)
+    calls = [{"a": 2, "text": "a < b"}, {"a": 3}][: 1 if talk.family == "llama-3" else 2]
+    whole: list[bool] = []
+    for said in (
+        {"reasoning": "line one\n\nline two", "content": "It is five. Really.", "calls": []},
+        {"reasoning": "", "content": "Let me see.", "calls": calls},
+        {"reasoning": "I think so", "content": "", "calls": calls},
+        {"reasoning": "", "content": "# Title\n\n  indented é", "calls": []},
+    ):
+        answer = talk.answer({**said, "split": random.Random(0)})
+        if answer is None:
+            continue
+        ids = answer.tolist()
+
+        def read(ids: Any) -> AnswerMessage:
+            return talk.chat.message(context_ids, ids, TOOLS, read_calls=True)
+
+        sent, parts, heard = MessageSoFar(), dict[str, str](), list[Any]()
+        for end in range(1, len(ids) + 1):
+            news = sent.news(read, ids[:end], final=end == len(ids))
+            heard += news.get("tool_calls", [])
+            parts |= {k: parts.get(k, "") + v for k, v in news.items() if isinstance(v, str)}
+        message = read(ids)
+        whole.append(
+            (parts.get("content", ""), parts.get("reasoning_content", "")) == (message.content, message.reasoning)
+            and [call["function"] for call in heard] == [call["function"] for call in message.tool_calls]
+        )
+    assert talk.chat.streams <= all(whole), "a family that streams sends what the whole message has"
+
+
+def test_no_message_is_left_out_by_a_format(talk: Talk) -> None:
+    """A message is in the tokens, or the request is refused."""
+    for place in (0, 1):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
+        messages.insert(place, {"role": "system", "content": "never forget the milk"})
+        try:
+            text = talk.tokenizer.decode(talk.chat.ids(messages, ()), special_tokens=True)
+        except DataError:
+            continue
+        assert "never forget the milk" in text
 
 
 def test_a_renderer_that_does_not_know_the_tokenizer_is_refused_with_the_setting(tmp_path: Path) -> None:

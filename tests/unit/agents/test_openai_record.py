@@ -59,10 +59,10 @@ class Record:
             return match_first(self.prompt, context, self.tokenizer.encode)
         tail = tail_of(self.segments, self.mark.at)
 
-        def raw() -> str:
+        def raw() -> list[str]:
             turn = AnswerTurn(self.tokenizer, self.ids[: len(self.prompt) + self.mark.at])
             turn.feed(self._policy(tail.sampled))
-            return turn.raw
+            return [turn.raw]
 
         return match_next(context, self.mark, tail, self.ids, raw, self.tokenizer.encode)
 
