@@ -26,7 +26,8 @@ async def test_every_answer_of_v1_is_one_that_the_document_promises(
     fixed = {"model": mesh.config.name, "wait_seconds": 0.1}
     async with agents_process(mesh, port) as process:
         document = f"http://127.0.0.1:{port}/v1/openapi.json"
-        asked = await asyncio.to_thread(ask_everything, document, TOKEN, "/(inference/)?v1/", fixed, accepts_valid=False)
+        everywhere = "/(inference/)?v1/"
+        asked = await asyncio.to_thread(ask_everything, document, TOKEN, everywhere, fixed, accepts_valid=False)
         assert asked == 10
         assert await asyncio.to_thread(wrong_methods, document, TOKEN, "/v1/") == []
         assert process.poll() is None
