@@ -16,7 +16,8 @@ from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.chat_format import ChatFormats
 from rollmesh.agents.openai_errors import OpenAiError, gone, invalid, unavailable
 from rollmesh.agents.recorded_calls import RecordedCalls
-from rollmesh.agents.session_manager import Rewards, SessionManager, is_session_id
+from rollmesh.agents.session_manager import SessionManager, is_session_id
+from rollmesh.agents.session_rewards import Rewards
 from rollmesh.agents.unrecorded import UnrecordedCalls
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError, StoreError, StoreUnavailable

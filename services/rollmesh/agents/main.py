@@ -31,8 +31,8 @@ from rollmesh.agents.openai_requests import (
     SessionRequest,
 )
 from rollmesh.agents.session_address import CLIENT_HEADER, SESSION_HEADER, SessionPaths, access_check
-from rollmesh.agents.session_manager import check_repeated
 from rollmesh.agents.session_opening import open_session
+from rollmesh.agents.session_rewards import check_repeated
 from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model

@@ -1,8 +1,7 @@
-"""Sessions of agents: the program of the service's worker that gives them trajectories, and their rewards.
+"""Sessions of agents: the program of the service's worker that gives them trajectories.
 
 The worker leases a new trajectory for every waiting agent, and every partial trajectory: those parked during a pause,
-and those of a crashed service, whose sessions continue here. A reward is posted once per session, and recorded once for
-each of its trajectories.
+and those of a crashed service, whose sessions continue here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,14 +22,12 @@ from rollmesh.agents.agent_session import (
     AgentSession,
     EndedSession,
     SessionTrajectory,
-    session_ended,
 )
 from rollmesh.agents.agents_metrics import SESSION_STATES, OpenAiMetrics
-from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid
-from rollmesh.agents.openai_requests import RewardRequest
+from rollmesh.agents.openai_errors import busy
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.queue_types import ReleaseReason
-from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, SegmentSource, Trajectory
+from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 from rollmesh.worker.agent_mark import AgentMark, posted_outcome
 from rollmesh.worker.program import RolloutContext, RolloutResult
@@ -38,10 +35,6 @@ from rollmesh.worker.program import RolloutContext, RolloutResult
 _SESSION_ID = re.compile(r"ses-[0-9a-f]{32}")
 _LEASE_SECONDS = 5.0
 """Longest time that a request without a wait is held until the worker has asked the queue for a prompt."""
-_LEASE_WAIT_SECONDS = 60.0
-"""Seconds that a reward waits for trajectories without a lease."""
-_SCORE_SECONDS = 120.0
-"""Seconds that a reward waits until the queue has recorded the score."""
 _REMEMBERED_SESSIONS = 4096
 """Number of ended sessions whose ids, counts and marks are kept."""
 
@@ -316,99 +309,3 @@ def _continues(trajectory: SessionTrajectory, active: ActiveTrajectory) -> bool:
         if (mark.session_id, mark.trajectory_index) != (trajectory.mark.session_id, trajectory.mark.trajectory_index):
             return False
     return turn is None or active.token_count >= turn.at
-
-
-class Rewards:
-    """Recorder of posted rewards; a recorded reward ends the session."""
-
-    def __init__(self, session_manager: SessionManager, budget: int) -> None:
-        """``budget``: tokens of a response; a response that used them all ends as ``length``."""
-        self._session_manager = session_manager
-        self._budget = budget
-
-    async def post(self, session: AgentSession, request: RewardRequest) -> None:
-        """Record the reward; repeating the same reward changes nothing, and a different one raises OpenAiError."""
-        session.check()
-        if session.lock.locked():
-            raise busy(
-                f"session {session.session_id}: one of its calls is in progress; post the reward after its answer",
-                "session_busy",
-            )
-        async with session.lock:
-            try:
-                await self._post(session, request)
-            finally:
-                session.touch()
-
-    async def _post(self, session: AgentSession, request: RewardRequest) -> None:
-        marks = [trajectory.mark for trajectory in session.trajectories]
-        if any(mark.ended for mark in marks):
-            _check_same(session.session_id, marks, request)
-        trajectories = [
-            trajectory for trajectory in session.trajectories if _sampled(trajectory) or trajectory.mark.ended
-        ]
-        if not trajectories:
-            raise invalid(
-                "reward: no answer has been sampled in this session yet; send a call with its id first, or give up "
-                "the session: DELETE /v1/sessions/ID",
-                None,
-                "nothing_sampled",
-            )
-        if request.verify and len(trajectories) > 1:
-            raise invalid(
-                f"verify: the session's context has drifted into {len(trajectories)} trajectories, and the verifier "
-                "scores one; post a value",
-                "verify",
-            )
-        outcome = _outcome(request)
-        for trajectory in trajectories:
-            if not trajectory.mark.ended:
-                rollout = await trajectory.wait_ready(time.monotonic() + _LEASE_WAIT_SECONDS)
-                await trajectory.save_mark(
-                    rollout, outcome=outcome, ask_verifier=request.verify, finish_reason=self._reason(trajectory)
-                )
-            trajectory.notify()
-        recorded = [await trajectory.wait_recorded(time.monotonic() + _SCORE_SECONDS) for trajectory in trajectories]
-        self._session_manager.end(session, "rewarded" if any(recorded) else "lost", request.reward)
-        if not any(recorded):
-            raise gone("the queue has dropped the session's group before the reward arrived", "session_ended")
-
-    def _reason(self, trajectory: SessionTrajectory) -> str:
-        assert trajectory.active is not None
-        full = trajectory.finish_reason == "length" and trajectory.active.token_count >= self._budget
-        return (FinishReason.LENGTH if full else FinishReason.ENVIRONMENT).value
-
-
-def check_repeated(session: EndedSession, request: RewardRequest) -> None:
-    """Accept a repeated reward of an ended session; OpenAiError if it differs or the session ended without a reward."""
-    if session.ended != "rewarded":
-        raise session_ended(session.session_id, session.ended)
-    _check_same(session.session_id, session.marks, request)
-
-
-def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequest) -> None:
-    """Accept a repeated post after a lost response; reject a different reward."""
-    mark = next(mark for mark in reversed(marks) if mark.ended)
-    recorded, posted = (None if o is None else (o.kind, o.value) for o in (mark.outcome, _outcome(request)))
-    if mark.ask_verifier != request.verify or recorded != posted:
-        raise OpenAiError(
-            422,
-            f"session {session_id} already has a different reward; a recorded reward cannot be changed",
-            param="reward",
-            code="already_rewarded",
-        )
-
-
-def _sampled(trajectory: SessionTrajectory) -> bool:
-    return trajectory.active is not None and any(s.source is SegmentSource.POLICY for s in trajectory.active.segments)
-
-
-def _outcome(request: RewardRequest) -> RewardOutcome | None:
-    if request.verify:
-        return None
-    if request.error is not None:
-        return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=f"agent: {request.error}")
-    assert request.reward is not None
-    return RewardOutcome(
-        kind=OutcomeKind.SCORED, value=request.reward, parts={"agent": request.reward, **request.parts}
-    )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.agents import agents_service, recorded_calls, session_manager
+from rollmesh.agents import agents_service, recorded_calls, session_rewards
 from rollmesh.agents.agent_session import UNWANTED, AgentGone, AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.agents_service import drain_at
@@ -23,7 +23,8 @@ from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_requests import RewardRequest
 from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.recorded_calls import RecordedCalls
-from rollmesh.agents.session_manager import Rewards, SessionManager, check_repeated
+from rollmesh.agents.session_manager import SessionManager
+from rollmesh.agents.session_rewards import Rewards, check_repeated
 from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
@@ -117,7 +118,7 @@ async def test_a_session_is_not_idle_while_a_call_holds_it() -> None:
 
 
 async def test_the_idle_time_counts_from_the_end_of_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_manager, "_LEASE_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(session_rewards, "_LEASE_WAIT_SECONDS", 0.1)
     desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
     held = held_trajectory(0)
     session, run = await opened_session(desk, rollout_of(held))
