@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup docs demo demo-seeds schedules methods sim-recommend sim-fidelity test test-all lint lint-and-unit unit integration contract sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos fuzz bench sim-check clean
+.PHONY: help setup docs demo demo-seeds schedules methods sim-recommend sim-fidelity test test-all lint lint-and-unit unit integration contract sglang-env sglang-try frameworks-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos fuzz bench sim-check clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -89,7 +89,7 @@ lint-and-unit: $(VENV)/.dev
 unit: $(VENV)/.dev ## Unit tests
 	$(BIN)/pytest $(LANE) tests/unit --numprocesses 2 --dist worksteal
 
-integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
+integration: $(VENV)/.dev sglang-try frameworks-try ## Tests against real Redis, gRPC, processes and SGLang servers
 # Three processes on two cores: tests wait for the processes that they start half of the time.
 	$(BIN)/pytest $(LANE) tests/integration -m "not alone" $(BY_FILE) 3
 # Only the files that have such tests: to collect all the others takes ten seconds.
@@ -101,11 +101,15 @@ contract: $(VENV)/.dev sglang-try ## The same cases for every engine, and the be
 
 # Not a stamp: the environment lies outside of this folder and knows best whether it is complete.
 sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU (3.4 GB in the user's cache)
-	@$(BIN)/python tests/sglang_cpu/install.py
+	@$(BIN)/python -m tests.kit.environments sglang-cpu
 
 # Without a way to install it, for example without a network, the tests that need it say why and are skipped.
 sglang-try: $(VENV)/.python
-	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
+	@$(BIN)/python -m tests.kit.environments sglang-cpu || echo "tests of the real SGLang server will be skipped"
+
+# What others wrote for agents, in environments of their own (0.5 GB each).
+frameworks-try: $(VENV)/.python
+	@$(BIN)/python -m tests.kit.environments openenv verifiers frameworks || echo "tests of these will be skipped"
 
 deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
 	$(BIN)/pytest $(LANE) tests/deploy $(BY_FILE) 3
@@ -147,7 +151,7 @@ docker-try:
 chromium-try:
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || echo "tests of the gateway's page will be skipped"
 
-e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on real SGLang servers
+e2e: $(VENV)/.dev sglang-try frameworks-try redis-try chromium-try ## The whole mesh, once on real SGLang servers
 # Three processes on two cores: a test of a mesh waits for a third of its time, and one of the page for two thirds.
 	$(BIN)/pytest $(LANE) tests/e2e --ignore tests/e2e/gateway $(BY_FILE) 3
 # Processes of their own: the browser's driver keeps an event loop running, in which no other test could start one.

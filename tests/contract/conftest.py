@@ -19,7 +19,7 @@ from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 
 from ..kit.adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
-from ..sglang_cpu import install
+from ..kit.environments import python_of
 from ..sglang_cpu.options import sglang_options
 from ..sglang_cpu.server import UNPINNED, running_server
 from .contract_kit import KEY, LONGEST, StandIn, write_model
@@ -86,10 +86,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
     """Python of an environment with the real server; skips where it is not installed."""
-    try:
-        return install.find_python()
-    except install.NotInstalled as error:
-        pytest.skip(f"the real SGLang server is not installed: {error}")
+    return python_of("sglang-cpu")
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import read_endpoints
 
+from ..kit.environments import python_of
 from ..sglang_cpu.server import UNPINNED
 from .conftest import assert_rescored
 
 pytestmark = pytest.mark.long
 
-_INSTALL = Path(__file__).parents[1] / "sglang_cpu" / "install.py"
 _STEPS = 16
 _SERVER_SECONDS = 600.0
 """A start of the server is 25 CPU seconds of imports in three processes, and there are two servers beside a trainer."""
@@ -33,11 +31,8 @@ LOGS = ("logs/generator-0.log", "logs/generator-1.log")
 @pytest.fixture(params=["full weights", "adapters"])
 def sections(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A run on the real server; skips where it is not installed."""
-    check = subprocess.run([sys.executable, _INSTALL, "--check"], capture_output=True, text=True)
-    if check.returncode:
-        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
     server = {
-        "python": check.stdout.strip(),
+        "python": str(python_of("sglang-cpu")),
         "environment": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
     }
     changes: dict[str, Any] = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,11 @@ import yaml
 
 from rollmesh.config.recipes import resolve_model
 
+from ...kit.environments import python_of
 from ...sglang_cpu.server import UNPINNED
 from .pod_mesh import KIND, SMALL, machine_for, start_all, versions, wait_until
 from .pods import pods_of
-from .rendering import CHART, ROOT, Helm
+from .rendering import CHART, Helm
 
 pytestmark = [
     pytest.mark.long,
@@ -57,11 +56,7 @@ ADAPTERS = {
 @pytest.fixture
 def sglang_python() -> str:
     """The real server on a CPU; skips where it is not installed."""
-    install = ROOT / "tests" / "sglang_cpu" / "install.py"
-    check = subprocess.run([sys.executable, install, "--check"], capture_output=True, text=True)
-    if check.returncode:
-        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
-    return check.stdout.strip()
+    return str(python_of("sglang-cpu"))
 
 
 @pytest.mark.timeout(1800)

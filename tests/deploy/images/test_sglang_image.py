@@ -7,16 +7,15 @@ tests run the real server on a CPU: another build of the same server, at a path 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from ...kit.environments import python_of
 from ...kit.waiting import until
 from .composing import composed_mesh, health
-from .conftest import ROOT, Images, build
+from .conftest import Images, build
 from .pip_access import pip_secrets
 
 PYTHON = "/opt/sglang/bin/python3"
@@ -32,11 +31,7 @@ pytestmark = pytest.mark.timeout(3000)
 
 def environment_of_sglang() -> Path:
     """The folder of the CPU environment; skips where there is none, or none for the Python of the base image."""
-    install = ROOT / "tests" / "sglang_cpu" / "install.py"
-    check = subprocess.run([sys.executable, install, "--check"], capture_output=True, text=True, check=False)
-    if check.returncode:
-        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
-    folder = Path(check.stdout.strip()).parents[1]
+    folder = python_of("sglang-cpu").parents[1]
     if not (folder / "lib" / "python3.11").exists():
         pytest.skip("the base image has Python 3.11, the environment with SGLang another one")
     return folder

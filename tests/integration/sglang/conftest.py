@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.store import EmbeddedServer
 
+from ...kit.environments import python_of
 from ...sglang_cpu.server import FORKING, START_SECONDS
 from ..generator.generator_run import GeneratorRun, runs
 
 _TESTS = Path(__file__).parents[2]
 _FAKES = _TESTS / "fakes"
-_INSTALL = _TESTS / "sglang_cpu" / "install.py"
 _TEST_SECONDS = 1500
 """Every test with a server waits for its start, which takes minutes on busy cores."""
 _HERE = Path(__file__).parent
@@ -41,11 +39,8 @@ def _quiet() -> None:
 @pytest.fixture(scope="session")
 def real() -> dict[str, Any]:
     """Options of the real server; skips where it is not installed."""
-    check = subprocess.run([sys.executable, _INSTALL, "--check"], capture_output=True, text=True)
-    if check.returncode:
-        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **FORKING}
-    return {"python": check.stdout.strip(), "environment": environment}
+    return {"python": str(python_of("sglang-cpu")), "environment": environment}
 
 
 @pytest.fixture(scope="session")
