@@ -24,6 +24,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancelled_awaits_as_errors
 from rollmesh.tasks.environments.environment_protocol import (
     Environment,
+    EnvironmentFailed,
     EnvironmentReply,
     SnapshotEnvironment,
     checked_reply,
@@ -38,10 +39,6 @@ from rollmesh.worker.turns import Snapshot, Turn, turns_of
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")
-
-
-class EnvironmentFailed(RollmeshError, RuntimeError):
-    """The environment raised an error or timed out: the attempt fails, but the trajectory can be retried."""
 
 
 class _Episode:
@@ -68,8 +65,10 @@ class _Episode:
         """True if the trajectory is resumed from snapshots."""
         return not self._environment.replayable and isinstance(self._environment, SnapshotEnvironment)
 
-    async def begin(self) -> None:
-        await self._guarded(self._environment.reset(self._trajectory.prompt), "reset")
+    async def begin(self) -> EnvironmentReply | None:
+        """Reset the environment; returns what it says before the first turn."""
+        reply = await self._guarded(self._environment.reset(self._trajectory.prompt), "reset")
+        return None if reply is None else self._noted(reply, "reset")
 
     async def play(self, turns: Sequence[Turn]) -> EnvironmentReply:
         """Pass the last of the complete ``turns`` to the environment; the key identifies a repeated turn."""
@@ -79,12 +78,16 @@ class _Episode:
         digest.update(np.concatenate([turn.token_ids for turn in turns]).astype("<i4").tobytes())
         key = f"{self._trajectory.trajectory_id}:{self.turn_count}:{digest.hexdigest()}"
         operation = f"turn {self.turn_count}"
-        reply = await self._guarded(self._environment.step(text, key), operation)
+        reply = self._noted(await self._guarded(self._environment.step(text, key), operation), operation)
+        self.turn_count += 1
+        return reply
+
+    def _noted(self, reply: EnvironmentReply, operation: str) -> EnvironmentReply:
+        """Check a reply and keep its reward."""
         try:
-            checked_reply(reply)
+            checked_reply(reply, "reset" if operation == "reset" else "step")
         except DataError as error:
             raise EnvironmentFailed(f"environment: {operation}: {error}") from error
-        self.turn_count += 1
         if reply.reward is not None:
             self._reward = float(reply.reward)
         return reply
@@ -168,7 +171,9 @@ class EnvironmentProgram:
         try:
             episode = _Episode(environment, active.trajectory, self._tokenizer, self._timeout, rollout.pinned_version)
             async with aclosing(episode):
-                await episode.begin()
+                first = await episode.begin()
+                if first is not None and not active.token_count:
+                    await self._append_first(rollout, first, durable)
                 return await self._play(episode, rollout, durable=durable)
         except Parked:
             if not durable:
@@ -275,18 +280,29 @@ class EnvironmentProgram:
             return snapshot.reply
         return None if turns[-1].answered or not turns[-1].complete else snapshot.reply
 
+    async def _append_first(self, rollout: RolloutContext, first: EnvironmentReply, durable: bool) -> None:
+        """Append what the environment says before the first turn; without a turn there is nothing to train."""
+        if first.done:
+            raise EnvironmentFailed("environment: reset: the episode is over before the first turn")
+        if not await self._append_reply(rollout, first, durable):
+            raise DataError(
+                f"environment: reset: a first text of {len(first.text)} characters leaves no room for an answer: raise "
+                f"rollout.max_new_tokens, of which {rollout.remaining_tokens} are left, or shorten the text"
+            )
+
     async def _append_reply(self, rollout: RolloutContext, reply: EnvironmentReply, durable: bool) -> bool:
         """Append the environment's text; returns False if the budget has no room for it and one more token."""
         ids = self._tokenizer.encode(reply.text)
         if len(ids) >= rollout.remaining_tokens:
             return False
         active = rollout.active
+        version = max(active.newest_version, active.trajectory.birth_version)
         active.add(
             Segment(
                 token_ids=ids,
                 behavior_logprobs=None,
-                policy_version=active.newest_version,
-                kv_min_version=active.newest_version,
+                policy_version=version,
+                kv_min_version=version,
                 source=SegmentSource.ENVIRONMENT,
                 temperature=rollout.params.temperature,
             )

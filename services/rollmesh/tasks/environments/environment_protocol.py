@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rollmesh.characters import half_character
-from rollmesh.errors import ConfigError, DataError
+from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.types import LARGEST_REWARD, Prompt
 from rollmesh.user_code import call_target, load_function, load_target
@@ -20,9 +20,13 @@ BUILT_IN: Mapping[str, str] = {"calculator": "rollmesh.tasks.environments.calcul
 """Environments by their name in the run file, as ``module:Class``, imported when they are used."""
 
 
+class EnvironmentFailed(RollmeshError, RuntimeError):
+    """The environment raised an error or timed out: the attempt fails, but the trajectory can be retried."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReply:
-    """Reply of the environment to one turn of the policy."""
+    """Reply of the environment to one turn of the policy, or what it says before the first."""
 
     text: str
     """Text appended to the context as environment tokens, never in the loss; may be empty."""
@@ -32,21 +36,21 @@ class EnvironmentReply:
     """Reward of the whole episode, set with ``done``; None if the verifier scores it."""
 
 
-def checked_reply(reply: object) -> EnvironmentReply:
-    """Return the result of ``step``. Raises DataError for a result that is no valid reply."""
+def checked_reply(reply: object, method: str = "step") -> EnvironmentReply:
+    """Return the result of ``step`` or ``reset``. Raises DataError for a result that is no valid reply."""
     if not isinstance(reply, EnvironmentReply):
-        raise DataError(f"step returned {type(reply).__name__} instead of an EnvironmentReply")
+        raise DataError(f"{method} returned {type(reply).__name__} instead of an EnvironmentReply")
     if not isinstance(reply.text, str):
-        raise DataError(f"step returned the text {short_repr(reply.text)}, expected text")
+        raise DataError(f"{method} returned the text {short_repr(reply.text)}, expected text")
     if problem := half_character(reply.text):
-        raise DataError(f"step returned the text {short_repr(reply.text)}, in which {problem}")
+        raise DataError(f"{method} returned the text {short_repr(reply.text)}, in which {problem}")
     if not isinstance(reply.done, bool | np.bool_):
-        raise DataError(f"step returned done={short_repr(reply.done)}, expected True or False")
+        raise DataError(f"{method} returned done={short_repr(reply.done)}, expected True or False")
     reward: object = reply.reward
     if isinstance(reward, int) and abs(reward) > LARGEST_REWARD:  # it may not fit into a float
-        raise DataError(f"step returned the reward {short_repr(reward)}, expected at most {LARGEST_REWARD:g}")
+        raise DataError(f"{method} returned the reward {short_repr(reward)}, expected at most {LARGEST_REWARD:g}")
     if not isinstance(reward, numbers.Real | np.bool_ | None):
-        raise DataError(f"step returned the reward {short_repr(reply.reward)}, expected a number or None")
+        raise DataError(f"{method} returned the reward {short_repr(reply.reward)}, expected a number or None")
     return reply
 
 
@@ -69,8 +73,12 @@ class Environment(Protocol):
     """True if the same turns, sent to a new environment, give the same state and the same replies. Otherwise the
     environment must be a SnapshotEnvironment, or the trajectory restarts after its worker is lost."""
 
-    async def reset(self, prompt: Prompt) -> None:
-        """Begin the episode of a prompt; called once, before all other methods."""
+    async def reset(self, prompt: Prompt) -> EnvironmentReply | None:
+        """Begin the episode of a prompt; called once, before all other methods.
+
+        A reply is what the policy reads after the prompt, before its first turn; its reward is that of an episode whose
+        tokens run out in the first turn.
+        """
 
     async def step(self, response_text: str, idempotency_key: str) -> EnvironmentReply:
         """Answer one turn of the policy, given as text without special tokens.
