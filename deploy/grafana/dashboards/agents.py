@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frame import Page
-from panels import Query, curve, per_minute, per_second, quantile, total
+from panels import Query, curve, per_minute, per_second, quantile, rate, share, total
 
 PAGE = Page(
     name="agents",
@@ -46,6 +46,15 @@ PAGE = Page(
                     word="answer, recorded:",
                 ),
                 unit="short",
+            ),
+            share(
+                "Context tokens from a prefix cache",
+                "Share of context tokens that the generators had computed in an earlier turn or for another call.",
+                Query(
+                    f"{rate('rollmesh_agents_cached_tokens_total', 'recorded')}"
+                    f" / ({rate('rollmesh_agents_context_tokens_total', 'recorded')} > 0)",
+                    "recorded: {{recorded}} {{run}} {{namespace}}",
+                ),
             ),
             curve(
                 "API latency",

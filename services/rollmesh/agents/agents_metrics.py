@@ -40,6 +40,11 @@ class OpenAiMetrics:
         self.context_tokens = metrics.counter(
             "rollmesh_agents_context_tokens_total", "Context tokens of the calls.", {"recorded": _RECORDED}
         )
+        self.cached_tokens = metrics.counter(
+            "rollmesh_agents_cached_tokens_total",
+            "Context tokens of the calls that their generators found in a prefix cache.",
+            {"recorded": _RECORDED},
+        )
         self.answer_tokens = metrics.counter(
             "rollmesh_agents_answer_tokens_total", "Answer tokens of the calls.", {"recorded": _RECORDED}
         )

@@ -41,6 +41,8 @@ class Delta:
     """Ids of these tokens."""
     finish_reason: str | None = None
     """stop or length."""
+    cached_token_count: int = 0
+    """Context tokens of the answer that came from a prefix cache."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class AnswerStream:
     def update(self, active: ActiveTrajectory) -> None:
         """Read the tokens that arrived; end the generation call once the answer has ended."""
         if active.token_count > self._seen:
+            if not self.turn.token_count:
+                self.turn.cached_token_count = active.cached_token_count
             for segment in policy_segments(active.segments, self._seen):
                 self.turn.feed(segment)
             self._seen = active.token_count
@@ -123,7 +127,13 @@ class AnswerStream:
         count = self.turn.token_count if finish_reason or not self.turn.undecided else self._sent_tokens
         tokens = self.turn.logprobs(self._sent_tokens)[: max(0, count - self._sent_tokens)]
         self._sent_tokens = max(self._sent_tokens, count)
-        return Delta(text=text, logprobs=tokens, token_ids=[t.token_id for t in tokens], finish_reason=finish_reason)
+        return Delta(
+            text=text,
+            logprobs=tokens,
+            token_ids=[t.token_id for t in tokens],
+            finish_reason=finish_reason,
+            cached_token_count=self.turn.cached_token_count,
+        )
 
 
 def policy_segments(segments: Sequence[Segment], start: int) -> list[Segment]:
@@ -163,6 +173,8 @@ class AnswerTurn:
         self._sent = 0
         self._scanned = 0
         self._answer: str | None = None
+        self.cached_token_count = 0
+        """Context tokens that its first generation call found in a prefix cache."""
 
     @property
     def stopped(self) -> bool:

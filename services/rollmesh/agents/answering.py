@@ -63,7 +63,7 @@ class Answering:
             streams=parsed.streams,
         )
         session_id = "" if session is None else session.session_id
-        call.began(answers, sum(map(len, shape.contexts)))
+        call.began(answers, shape)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return await self._streamed(request, call, shape, session_id, usage=usage)
@@ -139,15 +139,18 @@ class _Call:
         self._recorded = "yes" if recorded else "no"
         self._begun = time.monotonic()
         self._answers: Sequence[AnswerInProgress] = ()
+        self._first_answers: Sequence[AnswerInProgress] = ()
+        """The first answer to each context."""
         self._ended = False
         self._first_text_seen = False
         self.outcome = "cancelled"
         """Outcome of a streamed call; "cancelled" until the stream ends, because a disconnected client sets nothing."""
         self._metrics.running.inc()
 
-    def began(self, answers: Sequence[AnswerInProgress], context_tokens: int) -> None:
+    def began(self, answers: Sequence[AnswerInProgress], shape: AnswerFormat) -> None:
         self._answers = answers
-        self._metrics.context_tokens.labels(recorded=self._recorded).inc(context_tokens)
+        self._first_answers = answers[:: shape.choices_per_context]
+        self._metrics.context_tokens.labels(recorded=self._recorded).inc(sum(map(len, shape.contexts)))
 
     def end(self, outcome: str) -> None:
         if self._ended:
@@ -161,6 +164,8 @@ class _Call:
             metrics.last_answer.set_to_current_time()
         tokens = sum(answer.turn.token_count for answer in self._answers)
         metrics.answer_tokens.labels(recorded=self._recorded).inc(tokens)
+        cached = sum(answer.turn.cached_token_count for answer in self._first_answers)
+        metrics.cached_tokens.labels(recorded=self._recorded).inc(cached)
 
     async def close(self, outcome: str) -> None:
         """Close every answer; cancel the incomplete ones."""

@@ -65,12 +65,14 @@ class Choice:
     a stop string may be beginning."""
     finish_reason: str | None = None
     message: MessageSoFar = field(default_factory=MessageSoFar)
+    cached_token_count: int = 0
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.tokens += delta.logprobs
         self.character_count += sum(len(token.token) for token in delta.logprobs)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.cached_token_count = delta.cached_token_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +143,16 @@ class AnswerFormat:
         body["usage"] = self.usage(choices)
         return event_line(body)
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         context, answers = sum(map(len, self.contexts)), sum(len(choice.tokens) for choice in choices)
-        return {"prompt_tokens": context, "completion_tokens": answers, "total_tokens": context + answers}
+        # Each context counts once, as its first answer found it: the others copy from that one.
+        cached = sum(choice.cached_token_count for choice in choices[:: self.choices_per_context])
+        return {
+            "prompt_tokens": context,
+            "completion_tokens": answers,
+            "total_tokens": context + answers,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     @property
     def _chunk_kind(self) -> str:

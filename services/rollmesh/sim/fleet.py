@@ -157,7 +157,7 @@ class Fleet:
     def call(self, trajectory: SimulatedTrajectory) -> bool:
         """Start the next call of a trajectory; False while no generator may take it."""
         prompt = trajectory.work.prompt_id
-        record = self._router.choose(VersionNeed(min_version=trajectory.floor), prompt_id=prompt)
+        record = self._router.choose(VersionNeed(min_version=trajectory.floor), cached=(prompt,))
         if record is None:
             return False
         generator = self.generators[record.instance_id]
@@ -175,7 +175,7 @@ class Fleet:
             generator.waiting.append(trajectory)
         elif not sampled:
             self._begin(trajectory, generator)
-        self._router.occupy(generator.name, context, prompt)
+        self._router.occupy(generator.name, context, (prompt,))
         return True
 
     def free_slots(self, floor: int) -> int:

@@ -71,6 +71,8 @@ class ActiveTrajectory:
         """Newest saved state of the environment, taken after a completed turn."""
         self.generator = ""
         """Generator instance of the current or the last call."""
+        self.cached_token_count = 0
+        """Context tokens that this call found in a prefix cache."""
         self.failed_calls = 0
         """Generation calls in a row that failed without a token."""
         self.stop_requested = False
@@ -192,6 +194,7 @@ class ActiveTrajectory:
     def begin_call(self, generator: str) -> None:
         """Note the generator of a new call; a stop request concerned the call before."""
         self.generator = generator
+        self.cached_token_count = 0
         self.stop_requested = False
 
     def request_stop(self, token_count: int) -> None:

@@ -295,6 +295,7 @@ class Caller:
         )
         context = active.prompt_token_count + active.token_count
         check_chunk(chunk, expected, remaining=goal - active.token_count, context_tokens=context)
+        active.cached_token_count = max(active.cached_token_count, chunk.cached_token_count)
         active.add(
             Segment(
                 token_ids=chunk.token_ids,

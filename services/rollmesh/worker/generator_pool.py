@@ -174,8 +174,7 @@ class GeneratorPool:
         while True:
             active.check()
             need = VersionNeed(min_version=active.min_version, pinned_version=pinned_version)
-            prompt_id = active.trajectory.prompt.prompt_id
-            record = self._candidates.choose(need, avoided=self._avoided_now(), prompt_id=prompt_id)
+            record = self._candidates.choose(need, avoided=self._avoided_now(), cached=_cached(active))
             if record is not None:
                 return GeneratorSlot(record=record, active=active, need=need, _generators=self)
             waiter = _Waiter(active, pinned_version, asyncio.get_running_loop().create_future())
@@ -194,7 +193,7 @@ class GeneratorPool:
         self._slots.add(slot)
         name = slot.record.instance_id
         slot.context_tokens = slot.active.prompt_token_count + slot.active.token_count
-        self._candidates.occupy(name, slot.context_tokens, slot.active.trajectory.prompt.prompt_id)
+        self._candidates.occupy(name, slot.context_tokens, _cached(slot.active))
 
     def grow(self, slot: GeneratorSlot, tokens: int) -> None:
         """Count sampled tokens; called by ``GeneratorSlot``."""
@@ -252,6 +251,11 @@ class GeneratorPool:
         del self._waiters[waiter]
         if not waiter.woken.done():
             waiter.woken.set_result(None)
+
+
+def _cached(active: ActiveTrajectory) -> tuple[str, str]:
+    """Return the ids of what a call leaves in its generator's cache: a session's next turn continues its tokens."""
+    return active.trajectory_id, active.trajectory.prompt.prompt_id
 
 
 class Interrupter:

@@ -13,7 +13,7 @@ AFFINITY_SLACK = 0.125
 """Extra load, as a share of its slots, at which a generator is still preferred because of its cache."""
 
 _FEW_ENTRIES = 64
-_REMEMBERED_PROMPTS = 65_536
+_REMEMBERED = 65_536
 _CACHE_LEVELS = 32
 """Steps in which a cache fills: a call that grows changes the order of the generators only now and then."""
 
@@ -71,7 +71,8 @@ class Candidates:
         self._heaps: dict[int, list[_Entry]] = {}
         self._pushed = 0
         self._homes: OrderedDict[str, str] = OrderedDict()
-        """Generator of the newest call with each prompt; a plain dict would take ever longer to find its oldest one."""
+        """Generator of the newest call of each trajectory and with each prompt; a plain dict would take ever longer to
+        find its oldest one."""
 
     def update(self, records: Mapping[str, GeneratorRecord]) -> None:
         """Replace the records; a record that is the same object as before has not changed."""
@@ -91,15 +92,15 @@ class Candidates:
         del self.records[name]
         self._entries.pop(name, None)
 
-    def occupy(self, name: str, tokens: int = 0, prompt_id: str = "") -> None:
-        """Count a call with ``tokens`` in its context; the generator then has the prompt in its cache."""
+    def occupy(self, name: str, tokens: int = 0, cached: Sequence[str] = ()) -> None:
+        """Count a call with ``tokens`` in its context; ``cached`` are ids of what its generator then has cached."""
         self._calls[name] = self._calls.get(name, 0) + 1
         self._tokens[name] = self._tokens.get(name, 0) + tokens
         self._push(name)
-        if prompt_id:
-            self._homes[prompt_id] = name
-            self._homes.move_to_end(prompt_id)
-            if len(self._homes) > _REMEMBERED_PROMPTS:
+        for each in cached:
+            self._homes[each] = name
+            self._homes.move_to_end(each)
+            if len(self._homes) > _REMEMBERED:
                 self._homes.popitem(last=False)
 
     def grow(self, name: str, tokens: int) -> None:
@@ -125,13 +126,14 @@ class Candidates:
         return sum(max(0, r.slot_count - self._calls.get(r.instance_id, 0)) for r in records if can_serve(r, need))
 
     def choose(
-        self, need: VersionNeed, *, avoided: Collection[str] = (), prompt_id: str = ""
+        self, need: VersionNeed, *, avoided: Collection[str] = (), cached: Sequence[str] = ()
     ) -> GeneratorRecord | None:
         """Return the generator for one call, or None while no generator can take it.
 
         The least loaded generator wins, by this worker's own calls (``Placement``). These are exact; the counts in the
-        records are as old as the last heartbeat and only break ties. The generator of the newest call with the prompt
-        wins while it has a free slot and its load exceeds the lowest by at most ``AFFINITY_SLACK``.
+        records are as old as the last heartbeat and only break ties. The generator that has one of ``cached`` in its
+        cache, the first of them if several do, wins while it has a free slot and its load exceeds the lowest by at most
+        ``AFFINITY_SLACK``.
         """
         best: _Entry | None = None
         for version in filter(need.allows, self._heaps):
@@ -140,12 +142,12 @@ class Candidates:
                 best = first
         if best is None:
             return None
-        preferred = self._homes.get(prompt_id)
-        home = self._entries.get(preferred) if preferred is not None and preferred not in avoided else None
-        if home is not None and max(home[:2]) < 1 and home[0] <= best[0] + AFFINITY_SLACK:
-            record = self.records[home[-1]]
-            if can_serve(record, need):
-                return record
+        for preferred in filter(None, map(self._homes.get, cached)):
+            home = self._entries.get(preferred) if preferred not in avoided else None
+            if home is not None and max(home[:2]) < 1 and home[0] <= best[0] + AFFINITY_SLACK:
+                record = self.records[home[-1]]
+                if can_serve(record, need):
+                    return record
         return self.records[best[-1]]
 
     def _first(self, version: int, avoided: Collection[str]) -> _Entry | None:

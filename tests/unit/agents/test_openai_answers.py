@@ -156,9 +156,10 @@ def test_frames_of_a_chat_stream_say_who_speaks_then_what_then_why_it_ends() -> 
     assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
     assert last["rollmesh"] == {"policy_versions": [4]}
     choice = Choice()
-    choice.add(Delta(text="hy", logprobs=TOKENS, finish_reason="stop"))
+    choice.add(Delta(text="hy", logprobs=TOKENS, finish_reason="stop", cached_token_count=2))
     usage = parse(form.usage_event([choice], {}))
     assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 5)
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 def test_completions_have_offsets_and_both_leave_out_what_nobody_asked_for() -> None:

@@ -29,7 +29,7 @@ def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0, c
 
 
 def chosen(records, in_flight=None, need=None, home=None, **options):
-    record = candidates(records, in_flight or {}, home).choose(need or VersionNeed(), prompt_id="p", **options)
+    record = candidates(records, in_flight or {}, home).choose(need or VersionNeed(), cached=("p",), **options)
     return None if record is None else record.instance_id
 
 
@@ -38,7 +38,7 @@ def candidates(records, in_flight, home=None):
     found = Candidates()
     found.update({record.instance_id: record for record in records})
     if home is not None:
-        found.occupy(home, prompt_id="p")
+        found.occupy(home, cached=("p",))
         found.leave(home)
     for name, calls in in_flight.items():
         for _ in range(calls):
@@ -54,21 +54,34 @@ def test_a_group_stays_together_while_load_allows():
     assert chosen(records, {"home": 2}, VersionNeed(min_version=9), home="home") is None
 
 
+def test_a_turn_goes_to_the_generator_of_its_session_and_without_one_to_that_of_its_group():
+    records = [generator(name, slots=16) for name in ("own", "group", "empty")]
+    found = candidates(records, {"own": 2, "group": 1}, home="group")
+    found.occupy("own", cached=("t1", "p"))
+    found.occupy("group", cached=("t2", "p"))
+    assert found.choose(VersionNeed(), cached=("t3", "p")).instance_id == "group"
+    found.leave("own")
+    assert found.choose(VersionNeed(), cached=("t1", "p")).instance_id == "own"
+    found.occupy("own")
+    assert found.choose(VersionNeed(), cached=("t1", "p")).instance_id == "group", "its load is clearly higher"
+    assert found.choose(VersionNeed(), cached=("t1",), avoided={"own"}).instance_id == "empty"
+
+
 def by_tokens(records, contexts):
     """Candidates with one call for each number of context tokens."""
     found = Candidates(Placement.TOKENS)
     found.update({record.instance_id: record for record in records})
     for name, tokens in contexts.items():
         for count in tokens:
-            found.occupy(name, count, prompt_id="p" if name == "home" else "")
+            found.occupy(name, count, cached=("p",) if name == "home" else ())
     return found
 
 
 def test_by_tokens_a_prompt_stays_with_its_cache_while_that_is_hardly_fuller_and_a_slot_is_free():
     records = [generator("home", slots=2), generator("other", slots=2)]
-    assert by_tokens(records, {"home": [128]}).choose(VersionNeed(), prompt_id="p").instance_id == "home"
-    assert by_tokens(records, {"home": [161]}).choose(VersionNeed(), prompt_id="p").instance_id == "other"
-    assert by_tokens(records, {"home": [9, 9]}).choose(VersionNeed(), prompt_id="p").instance_id == "other"
+    assert by_tokens(records, {"home": [128]}).choose(VersionNeed(), cached=("p",)).instance_id == "home"
+    assert by_tokens(records, {"home": [161]}).choose(VersionNeed(), cached=("p",)).instance_id == "other"
+    assert by_tokens(records, {"home": [9, 9]}).choose(VersionNeed(), cached=("p",)).instance_id == "other"
 
 
 @given(
@@ -90,7 +103,7 @@ def test_the_choice_is_able_and_none_fitting_is_much_emptier(records, min_versio
     in_flight = {r.instance_id: data.draw(st.integers(0, r.slot_count)) for r in records}
     home = data.draw(st.sampled_from([None, *in_flight]))
     need = VersionNeed(min_version=min_version)
-    choice = candidates(records, in_flight, home).choose(need, prompt_id="p")
+    choice = candidates(records, in_flight, home).choose(need, cached=("p",))
     fitting = [r for r in records if can_serve(r, need)]
     assert (choice is None) == (not fitting)
     if choice is not None:
