@@ -45,7 +45,7 @@ class RolloutConfig(Section):
     agent: AgentConfig = Field(default_factory=AgentConfig)
     """Settings for outside agents."""
     environment: str = "calculator"
-    """Environment of multi-turn rollouts: ``calculator`` or ``module:Class``."""
+    """Environment of multi-turn rollouts: a built-in one (docs/reference/environments.md), or ``module:Class``."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     environment_timeout_seconds: float = Field(default=60.0, gt=0)

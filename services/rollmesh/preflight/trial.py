@@ -35,6 +35,7 @@ from rollmesh.reward.scored_answer import prompt_metadata
 from rollmesh.scheduling import Schedule
 from rollmesh.tasks.environments.environment_protocol import (
     Environment,
+    EnvironmentFailed,
     EnvironmentReply,
     SnapshotEnvironment,
     checked_reply,
@@ -65,7 +66,8 @@ def runs_in_a_process(config: RunConfig) -> bool:
     """Tell whether the trial may run code of the user's, or of a library that reads the data."""
     # A part of a composite verifier may be the user's.
     built_in = config.reward.verifier != "composite" and not own_names(config)
-    return not built_in or any(source.type != "countdown" for source in config.data.sources.values())
+    is_turns = config.rollout.program == "environment"
+    return not built_in or is_turns or any(source.type != "countdown" for source in config.data.sources.values())
 
 
 def own_names(config: RunConfig) -> list[str]:
@@ -368,8 +370,6 @@ def try_environment(config: RunConfig, prompt: Prompt, texts: Iterable[str]) -> 
     """
     name = config.rollout.environment
     make = environment_factory(name, config.rollout.environment_options)
-    if ":" not in name:
-        return
     where = f"rollout.environment={name}"
     for turn, text in enumerate(texts):
         try:
@@ -377,10 +377,12 @@ def try_environment(config: RunConfig, prompt: Prompt, texts: Iterable[str]) -> 
                 reply = asyncio.run(_play(make(), prompt, text, f"trial:{turn}"))
             if reply.reward is not None:
                 checked_reward(reply.reward, where)
-        except ConfigError as error:
+        except (ConfigError, EnvironmentFailed) as error:
             if _is_unreachable(error):
                 return
-            raise
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{where}: {error}") from error
         except DataError as error:
             raise ConfigError(f"{where}: {error}") from error
         except VerifierError as error:
@@ -389,7 +391,8 @@ def try_environment(config: RunConfig, prompt: Prompt, texts: Iterable[str]) -> 
 
 async def _play(environment: Environment, prompt: Prompt, text: str, key: str) -> EnvironmentReply:
     try:
-        await environment.reset(prompt)
+        if (first := await environment.reset(prompt)) is not None:
+            checked_reply(first, "reset")
         reply = checked_reply(await environment.step(text, key))
         if not environment.replayable and isinstance(environment, SnapshotEnvironment):
             checked_snapshot(environment.snapshot())

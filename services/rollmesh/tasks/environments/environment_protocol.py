@@ -16,7 +16,11 @@ from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.types import LARGEST_REWARD, Prompt
 from rollmesh.user_code import call_target, load_function, load_target
 
-BUILT_IN: Mapping[str, str] = {"calculator": "rollmesh.tasks.environments.calculator:CalculatorEnvironment"}
+BUILT_IN: Mapping[str, str] = {
+    "calculator": "rollmesh.tasks.environments.calculator:CalculatorEnvironment",
+    "gymnasium": "rollmesh.tasks.environments.gymnasium_episode:GymnasiumEnvironment",
+    "openenv": "rollmesh.tasks.environments.openenv:OpenEnvEnvironment",
+}
 """Environments by their name in the run file, as ``module:Class``, imported when they are used."""
 
 

@@ -1,0 +1,156 @@
+"""Environment of a class that has Gymnasium's ``reset`` and ``step``, in a thread of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from rollmesh.errors import ConfigError
+from rollmesh.tasks.environments.environment_protocol import EnvironmentFailed, EnvironmentReply
+from rollmesh.tasks.environments.own_thread import OwnThread
+from rollmesh.tasks.environments.turn_shape import (
+    EpisodeTurns,
+    TurnShape,
+    UnreadableAction,
+    as_text,
+    check_choice,
+    fields_of,
+    seed_of,
+)
+from rollmesh.tasks.verifiers.verifier_protocol import short_repr
+from rollmesh.types import Prompt
+from rollmesh.user_code import load_target
+
+_FIELD = "rollout.environment_options.target"
+RENDERED = "render()"
+
+
+class GymnasiumEnvironment:
+    """Episode of a Gymnasium environment, or of a class with the same ``reset`` and ``step``."""
+
+    def __init__(
+        self,
+        target: str,
+        arguments: Mapping[str, Any] | None = None,
+        action: Literal["text", "integer"] | Mapping[str, Any] = "text",
+        observation: str = "",
+        reset_fields: Sequence[str] = (),
+        reward: Literal["sum", "last", "verifier"] = "sum",
+        tag: str = "",
+        first: str = "{text}",
+        reply: str = "{text}",
+        ends_unread: bool = False,
+        replayable: bool = False,
+    ) -> None:
+        """Create an episode.
+
+        ``target`` is ``module:Class``, or ``gymnasium:ID`` of a registered environment, with its keyword ``arguments``.
+        ``action`` is what a turn says: its ``text``, the last ``integer`` in it, or a mapping of words, of which the
+        last one counts, to actions. ``observation`` is the part that the policy reads: ``render()``, or the field of a
+        dict (dots for inner fields; else text, content, message or messages, else JSON). ``reset_fields`` of the row
+        are the options of the reset, beside ``seed``. ``reward`` is the sum of the steps, the last, or the verifier's.
+        ``tag`` names the tag around an action. ``first`` and ``reply`` are the texts around {text}. ``ends_unread``
+        ends an episode at an action that cannot be read or is not in the action space, which is answered with the
+        reason otherwise. ``replayable`` says that equal seeds and actions give equal episodes: a lost worker's
+        trajectory then continues.
+        Raises ConfigError for options that do not fit.
+        """
+        if not isinstance(action, Mapping):
+            check_choice("action", action, ("text", "integer"))
+        self.replayable = replayable
+        self._make = _maker(target, dict(arguments or {}))
+        self._action, self._observation, self._reset_fields = action, observation, reset_fields
+        self._shape = TurnShape(
+            first=first,
+            reply=reply,
+            observation="" if observation == RENDERED else observation,
+            tag=tag,
+            reward=reward,
+            ends_unread=ends_unread,
+        )
+        self._turns = EpisodeTurns(self._shape)
+        self._thread: OwnThread | None = None
+        self._environment: Any = None
+
+    async def reset(self, prompt: Prompt) -> EnvironmentReply:
+        seed, options = seed_of(prompt), fields_of(prompt, self._reset_fields)
+        self._thread = OwnThread("environment")
+
+        def begin() -> str:
+            self._environment = self._make()
+            begun = self._environment.reset(seed=seed, options=options or None)
+            with_info = isinstance(begun, tuple) and len(begun) == 2 and isinstance(begun[1], Mapping)
+            return self._text(begun[0] if with_info else begun)
+
+        return self._turns.first(await self._thread.call(begin), done=False)
+
+    async def step(self, response_text: str, idempotency_key: str) -> EnvironmentReply:
+        assert self._thread is not None
+        try:
+            return await self._thread.call(lambda: self._play(response_text))
+        except UnreadableAction as error:
+            return self._turns.unread(error)
+
+    async def aclose(self) -> None:
+        """Close the environment after its last call, and do not wait for one that hangs."""
+        if self._thread is not None:
+            self._thread.end(self._close)
+
+    def _close(self) -> None:
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            close()
+
+    def _play(self, turn: str) -> EnvironmentReply:
+        action = self._read(self._shape.action_text(turn))
+        space = getattr(self._environment, "action_space", None)
+        if space is not None and not space.contains(action):
+            raise UnreadableAction(f"{action!r} is not in {space}")
+        played = self._environment.step(action)
+        # Five since Gym 0.26: terminated, truncated; four before: done.
+        if not isinstance(played, tuple) or len(played) not in (4, 5):
+            raise EnvironmentFailed(
+                f"environment: step returned {short_repr(played)}, expected (observation, reward, terminated, "
+                "truncated, info)"
+            )
+        observation, reward, *ended, _info = played
+        return self._turns.reply(self._text(observation), reward, any(map(bool, ended)))
+
+    def _read(self, text: str) -> Any:
+        """Return the action in a text. Raises UnreadableAction."""
+        if self._action == "text":
+            return text
+        if isinstance(self._action, Mapping):
+            words = {str(word).casefold(): action for word, action in self._action.items()}
+            pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+            found = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", text.casefold())
+            if not found:
+                raise UnreadableAction(f"no action in the turn; actions are {', '.join(map(str, self._action))}")
+            return words[found[-1]]
+        numbers = re.findall(r"-?\d{1,18}", text)
+        if not numbers:
+            raise UnreadableAction("no whole number in the turn")
+        return int(numbers[-1])
+
+    def _text(self, observation: object) -> str:
+        if self._observation == RENDERED:
+            return as_text(self._environment.render())
+        return self._shape.observation_text(observation)
+
+
+def _maker(target: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """Return a function that makes the environment. Raises ConfigError for a target that does not exist."""
+    module, _, name = target.partition(":")
+    if module != "gymnasium":
+        made: Callable[..., Any] = load_target(target, _FIELD)
+        if not callable(made):
+            raise ConfigError(f"{_FIELD}: {target} is not callable")
+        return lambda: made(**arguments)
+    make = load_target("gymnasium:make", _FIELD)
+    spec = load_target("gymnasium:spec", _FIELD)
+    try:
+        spec(name)
+    except Exception as error:  # gymnasium and what it imports have errors of their own
+        raise ConfigError(f"{_FIELD}: {target}: {error}") from error
+    return lambda: make(name, **arguments)
