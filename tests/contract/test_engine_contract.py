@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import httpx
 import numpy as np
@@ -237,6 +238,16 @@ async def test_members_of_a_group_share_the_prefill_of_their_prompt(make, models
     assert cached >= 2 * 29
     assert sum(c.cached_token_count for r in (*rollouts, *first.rollouts) for c in r.chunks) == cached
     for rollout in (*rollouts, *await first.end()):
+        rollout.check_pure(models)
+
+
+async def test_a_turn_finds_what_its_session_has_said_in_the_prefix_cache(engine, models):
+    heard, rollouts = 10, [await collect(engine, make_call("s", prompt_ids(11, 30)))]
+    for number in range(2):
+        ids = np.concatenate((rollouts[-1].ids, prompt_ids(20 + number, heard)))
+        rollouts.append(await collect(engine, make_call("s", ids, prompt_token_count=30)))
+    for before, rollout in pairwise(rollouts):
+        assert len(before.ids) - 2 <= sum(c.cached_token_count for c in rollout.chunks) < len(rollout.call.context_ids)
         rollout.check_pure(models)
 
 

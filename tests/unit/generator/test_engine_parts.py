@@ -56,8 +56,9 @@ def test_widths_grow_by_half_up_to_the_longest_context():
 def test_rows_keep_their_tokens_through_adds_removals_promotions_and_growth(data):
     cache = make_cache(token_capacity=1500)
     content: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    kept: list[tuple[np.ndarray, tuple[torch.Tensor, torch.Tensor]]] = []
     for _ in range(data.draw(st.integers(1, 30))):
-        action = data.draw(st.sampled_from(["add", "add", "remove", "promote"]))
+        action = data.draw(st.sampled_from(["add", "add", "remove", "keep", "promote"]))
         if action == "add":
             length = data.draw(st.integers(0, 299))
             slot = next(i for i in range(100) if i not in content)
@@ -66,8 +67,12 @@ def test_rows_keep_their_tokens_through_adds_removals_promotions_and_growth(data
                 cache.add(slot, length)
                 cache.write(slot, keys, values)
                 content[slot] = keys, values
-        elif action == "remove" and content:
+        elif action in ("remove", "keep") and content:
             slot = data.draw(st.sampled_from(sorted(content)))
+            if action == "keep" and content[slot][1].shape[2]:
+                ids = np.full(content[slot][1].shape[2], len(kept), np.int32)
+                cache.keep(slot, 0, ids)
+                kept.append((ids, content[slot]))
             cache.remove(slot)
             del content[slot]
         elif action == "promote":
@@ -78,6 +83,7 @@ def test_rows_keep_their_tokens_through_adds_removals_promotions_and_growth(data
                 if cache.has_room([cache.next_width(slots[0]) - tier.width] * len(slots)):
                     cache.promote(tier, slots)
         assert cache.reserved <= cache.allocated
+        check_kept(cache, kept)
         assert sorted(s for t in cache.tiers for s in t.slots) == sorted(content)
         for slot, (keys, values) in content.items():
             found_keys, found_values = cache.read(slot, values.shape[2])
@@ -85,6 +91,15 @@ def test_rows_keep_their_tokens_through_adds_removals_promotions_and_growth(data
         for tier in cache.tiers:
             valid = (tier.mask[tier.rows(0, len(tier.slots))] == 0).sum((1, 2)).tolist()
             assert valid == [content[slot][1].shape[2] for slot in tier.slots for _ in range(ARCH.kv_head_count)]
+
+
+def check_kept(cache, kept):
+    """What is found of the kept tokens is as it was, and fits beside the rows."""
+    found = [(prefix, content) for ids, content in kept if (prefix := cache.prefixes.longest(0, ids)[0])]
+    assert sum(len(prefix.token_ids) for prefix, _ in found) == cache.prefixes.kept_tokens
+    assert cache.reserved + cache.prefixes.kept_tokens <= cache.token_capacity
+    for prefix, content in found:
+        assert all(map(torch.equal, cache.read_prefix(prefix, len(prefix.token_ids)), content))
 
 
 def test_blocks_give_unused_rows_back_before_the_capacity_is_exceeded():

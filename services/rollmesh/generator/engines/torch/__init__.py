@@ -12,6 +12,7 @@ torch_engine      asyncio interface: implements ``generator.engines.engine_proto
     decoder_model forward pass for prefill, decode and scoring
     kernels       matrix products by torch or numpy, norm, rotary embedding
     kv_cache      key-value cache in length tiers
+    kept_prefixes tokens whose keys and values exist, for calls that begin with them
     adapters      adapters of a folder, and those loaded, for rows of several versions
 weights, architecture   packed tensors from a policy folder
 """

@@ -132,8 +132,10 @@ class DecoderModel:
         multiply(plan.normed_op, self._head, plan.logits_op)
         return plan.logits
 
-    def prefill(self, tokens: Tensor, places: Int64Array | None = None) -> tuple[Tensor, Tensor]:
-        """Compute the cache of right-padded contexts, tokens int64 [batch, length].
+    def prefill(
+        self, tokens: Tensor, places: Int64Array | None = None, past: Past | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the cache of right-padded contexts, tokens int64 [batch, length], which continue ``past``.
 
         ``places`` [batch] are the places of the contexts' adapters; None is the base.
 
@@ -143,7 +145,7 @@ class DecoderModel:
         arch, like, (batch, length) = self.arch, self.weights.embedding, tokens.shape
         keys = like.new_empty((arch.layer_count, batch, arch.kv_head_count, arch.head_size, length))
         values = like.new_empty((arch.layer_count, batch, arch.kv_head_count, length, arch.head_size))
-        self._forward(tokens, places, into=(keys, values))
+        self._forward(tokens, places, into=(keys, values), past=past)
         return keys, values
 
     def score(self, tokens: Tensor, place: int = BASE) -> Tensor:
@@ -180,7 +182,11 @@ class DecoderModel:
             self.adapters.add_(out, block, matrix, x, adapted)
 
     def _forward(
-        self, tokens: Tensor, places: Int64Array | None = None, into: tuple[Tensor, Tensor] | None = None
+        self,
+        tokens: Tensor,
+        places: Int64Array | None = None,
+        into: tuple[Tensor, Tensor] | None = None,
+        past: Past | None = None,
     ) -> Tensor:
         """Return the last hidden states [batch * length, hidden]; with ``into``, stop at the last keys and values."""
         arch = self.arch
@@ -190,7 +196,11 @@ class DecoderModel:
         if self.adapters is not None and places is not None and (places != BASE).any():
             adapted = self.adapters.select(np.repeat(places, length))
         x = self.weights.embedding.index_select(0, tokens.flatten())
-        rotations = self._rotations[:length].repeat(batch, 1, 1).unsqueeze(1)
+        mask = None if past is None else past.mask(length)
+        positions = torch.arange(length, device=self.device).expand(batch, length)
+        if past is not None:  # those of padding may be too large
+            positions = (positions + past.lengths[:, None]).clamp(max=len(self._rotations) - 1)
+        rotations = self._rotations.index_select(0, positions.flatten()).unsqueeze(1)
         for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
             normed = unit_norm(x, self._floor)
             mixed = self._product(normed, qkv, kv * (group + 2) * size)
@@ -206,7 +216,10 @@ class DecoderModel:
                 into[0][number], into[1][number] = keys.transpose(2, 3), values
                 if number == arch.layer_count - 1:
                     break
-            attended = self._attend_causally(heads[:, :, :group], keys, values)
+            if past is not None:
+                keys = torch.cat((past.keys[number].transpose(2, 3), keys), 2)
+                values = torch.cat((past.values[number], values), 2)
+            attended = self._attend_causally(heads[:, :, :group], keys, values, mask)
             mixed = attended.permute(0, 3, 1, 2, 4).reshape(batch * length, -1)
             change = self._product(mixed, output, arch.hidden_size)
             self._adapt_(change, number, "output", mixed, adapted)
@@ -223,26 +236,31 @@ class DecoderModel:
             x.add_(change)
         return x
 
-    def _attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within contexts: queries [batch, kv, g, length, d], keys and values [batch, kv, length, d].
+
+        With ``mask``, keys and values have further positions before those of the queries.
 
         torch's fused kernel is slow for short contexts on a CPU. Full score matrices are cheaper there, with all
         queries of a kv head in one product.
         """
         batch, kv, group, length, size = queries.shape
-        if length > len(self._causal):
+        total = keys.shape[2]
+        if total > len(self._causal):
             attended = F.scaled_dot_product_attention(
                 queries.flatten(1, 2),
                 keys.repeat_interleave(group, dim=1) if group > 1 else keys,
                 values.repeat_interleave(group, dim=1) if group > 1 else values,
-                is_causal=True,
+                attn_mask=None if mask is None else mask[:, 0],
+                is_causal=mask is None,
             )
             return attended.view(batch, kv, group, length, size)
         op, stacked = self.multiply.operand, queries.reshape(batch, kv, group * length, size)
-        scores = queries.new_empty((batch, kv, group * length, length))
+        scores = queries.new_empty((batch, kv, group * length, total))
         self.multiply(op(stacked), op(keys.transpose(2, 3)), op(scores))
-        by_head = scores.view(batch, kv, group, length, length)
-        torch.add(self._causal[:length, :length], by_head, alpha=self._scale, out=by_head)
+        by_head = scores.view(batch, kv, group, length, total)
+        masked = self._causal[:length, :length] if mask is None else mask
+        torch.add(masked, by_head, alpha=self._scale, out=by_head)
         self.multiply(op(torch.softmax(scores, -1)), op(values), op(stacked))
         return stacked.view(batch, kv, group, length, size)
 
@@ -258,6 +276,37 @@ class DecoderModel:
         torch.add(tier.span_mask, tier.scores, alpha=self._scale, out=tier.scores)
         torch.softmax(tier.scores, -1, out=tier.shares)
         multiply(tier.shares_op, tier.span_value_ops[number], tier.attended_op)
+
+
+class Past(NamedTuple):
+    """Cached beginnings of contexts that a prefill continues, right-padded with zeros to n tokens."""
+
+    keys: Tensor
+    """[layers, batch, kv_heads, head_size, n]"""
+    values: Tensor
+    """[layers, batch, kv_heads, n, head_size]"""
+    lengths: Tensor
+    """Tokens of each beginning, int64 [batch]."""
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> Past:
+        """Put keys [layers, kv_heads, head_size, tokens] and values [layers, kv_heads, tokens, head_size] together."""
+        lengths = [keys.shape[-1] for keys, _ in parts]
+        (layers, heads, size, _), like = parts[0][0].shape, parts[0][0]
+        keys = like.new_zeros((layers, len(parts), heads, size, max(lengths)))
+        values = like.new_zeros((layers, len(parts), heads, max(lengths), size))
+        for row, (length, (row_keys, row_values)) in enumerate(zip(lengths, parts, strict=True)):
+            keys[:, row, ..., :length], values[:, row, :, :length] = row_keys, row_values
+        return cls(keys, values, torch.tensor(lengths, device=like.device))
+
+    def mask(self, length: int) -> Tensor:
+        """Return the additive mask of ``length`` tokens after the past: [batch, 1, 1, length, n + length]."""
+        batch, most = len(self.lengths), self.keys.shape[-1]
+        device = self.keys.device
+        cached = (torch.arange(most, device=device) < self.lengths[:, None])[:, None].expand(batch, length, most)
+        new = torch.ones((length, length), dtype=torch.bool, device=device).tril().expand(batch, length, length)
+        seen = torch.cat((cached, new), 2)
+        return self.keys.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None, None]
 
 
 class TierShare(NamedTuple):

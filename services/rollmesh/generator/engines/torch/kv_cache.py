@@ -5,7 +5,7 @@ the next tier when it outgrows the row. So the attention of a short call does no
 and the rows of a tier are one strided view without gathering. Rows stay dense: the last row fills a hole.
 
 Blocks grow on demand and release unused rows, so the allocated tokens never exceed the capacity. While calls move, one
-block or the moved rows exist twice.
+block or the moved rows exist twice. What the blocks leave of the capacity holds the prefixes of calls that have ended.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from rollmesh.generator.engines.torch.architecture import Architecture
+from rollmesh.generator.engines.torch.kept_prefixes import Prefix, Prefixes
+from rollmesh.types import Int32Array
 
 _ALIGNMENT = 16
 
@@ -110,6 +112,7 @@ class KvCache:
         self.tiers = [Tier(arch, width, dtype, device) for width in widths]
         self.views: OrderedDict[TierRows, Any] = OrderedDict()
         """Objects that address the memory of tiers; dropped before the block of one of their tiers is reallocated."""
+        self.prefixes = Prefixes()
         self._place: dict[int, tuple[Tier, int]] = {}
 
     @property
@@ -119,7 +122,7 @@ class KvCache:
 
     @property
     def allocated(self) -> int:
-        """Cache tokens taken by the blocks; never more than the capacity."""
+        """Cache tokens taken by the blocks; with the kept prefixes never more than the capacity."""
         return sum(tier.row_capacity * tier.width for tier in self.tiers)
 
     def width_for(self, length: int) -> int:
@@ -128,17 +131,42 @@ class KvCache:
     def has_room(self, widths: Iterable[int]) -> bool:
         return self.reserved + sum(widths) <= self.token_capacity
 
-    def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Write the first positions of a slot: keys [layers, kv_heads, d, n], values [layers, kv_heads, n, d]."""
-        into_keys, into_values = self.read(slot, values.shape[2])
-        into_keys.copy_(keys)
-        into_values.copy_(values)
+    def write(self, slot: int, keys: Tensor, values: Tensor, start: int = 0) -> None:
+        """Write n positions of a slot: keys [layers, kv_heads, d, n], values [layers, kv_heads, n, d]."""
+        into_keys, into_values = self.read(slot, start + values.shape[2])
+        into_keys[..., start:].copy_(keys)
+        into_values[:, :, start:].copy_(values)
 
     def read(self, slot: int, count: int) -> tuple[Tensor, Tensor]:
         """Return views of the first ``count`` positions of a slot, in the shapes of ``write``."""
         tier, index = self._place[slot]
         keys, values, _ = tier.row(index)
         return keys[..., :count], values[:, :, :count]
+
+    def read_prefix(self, prefix: Prefix, count: int) -> tuple[Tensor, Tensor]:
+        """Return views of the first ``count`` positions of a prefix, in the shapes of ``write``."""
+        if prefix.kept is None:
+            return self.read(prefix.slot, count)
+        keys, values = prefix.kept
+        return keys[..., :count], values[:, :, :count]
+
+    def keep(self, slot: int, policy_version: int, ids: Int32Array) -> None:
+        """Keep the positions of ``ids`` of a slot if the blocks leave room, instead of the prefix that they continue.
+
+        For that, blocks of which three quarters are unused shrink.
+        """
+        for tier in self.tiers:
+            if self.allocated + len(ids) > self.token_capacity and tier.row_capacity >= 4 * max(1, len(tier.slots)):
+                self._resize(tier, 2 * len(tier.slots))
+        before, common = self.prefixes.longest(policy_version, ids)
+        if before is not None and before.kept is not None and common == len(before.token_ids):
+            self.prefixes.remove(before)
+        room = self.token_capacity - self.allocated
+        if len(ids) <= room:
+            self.prefixes.evict(room - len(ids))
+            keys, values = self.read(slot, len(ids))
+            kept = keys.clone(), values.clone()
+            self.prefixes.add(Prefix(policy_version=policy_version, token_ids=ids, kept=kept))
 
     def add(self, slot: int, length: int) -> None:
         """Give ``slot`` a row of ``length`` valid tokens, to be written next; the caller has checked ``has_room``."""
@@ -208,7 +236,7 @@ class KvCache:
         return next((t for t in self.tiers if t.width > length), self.tiers[-1])
 
     def _reserve(self, tier: Tier, rows: int, vacated: int = 0) -> None:
-        """Grow the block of ``tier``; take unused rows from the other tiers if the capacity requires it."""
+        """Grow the block of ``tier``; take unused rows of other tiers and kept prefixes if the capacity requires it."""
         if rows <= tier.row_capacity:
             return
         others = [t for t in self.tiers if t is not tier]
@@ -220,8 +248,9 @@ class KvCache:
             for other in others:
                 if other.row_capacity > len(other.slots):
                     self._resize(other, len(other.slots))
-        wanted = max(rows, 2 * tier.row_capacity, 4)
-        self._resize(tier, max(rows, min(wanted, free() // tier.width)))
+        wanted = max(rows, min(max(2 * tier.row_capacity, 4), free() // tier.width))
+        self.prefixes.evict(free() - wanted * tier.width)
+        self._resize(tier, wanted)
 
     def _resize(self, tier: Tier, row_capacity: int) -> None:
         number = self.tiers.index(tier)

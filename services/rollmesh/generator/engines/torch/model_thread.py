@@ -94,7 +94,7 @@ class ModelThread(threading.Thread):
     def cancel(self, call: RunningCall) -> None:
         """Remove a call whose caller has disconnected."""
         if call.slot >= 0:
-            self.batch.remove(call)
+            self.batch.remove(call, kept=True)
         elif call in self.waiting:
             self.waiting.remove(call)
 
@@ -211,7 +211,8 @@ class ModelThread(threading.Thread):
         prefill = 0
         for call in self.waiting[: len(batch.slots.free)]:
             count = len(call.request.context_ids) + call.written_count
-            if chosen and prefill + count > most:
+            uncached = count - batch.cached_count(call)
+            if chosen and prefill + uncached > most:
                 self._filling = filling
                 break
             if self._swaps and not call.started:
@@ -220,7 +221,7 @@ class ModelThread(threading.Thread):
             if not batch.cache.has_room(widths) or not self._expected_to_fit([*chosen, call]):
                 break
             chosen.append(call)
-            prefill += count
+            prefill += uncached
         if chosen:
             del self.waiting[: len(chosen)]
             batch.admit(chosen)
@@ -261,7 +262,7 @@ class ModelThread(threading.Thread):
     def _swap(self, swap: Swap) -> float:
         started = time.perf_counter()
         if swap.mode is OnNewVersion.INTERRUPT:
-            self.batch.interrupt(self.batch.slots.running())
+            self.batch.interrupt(self.batch.slots.running(), kept=False)
             self._end_waiting([c for c in self.waiting if c.started])
         # A swap between two parts of a prefill: a call must not begin on the cache of another version.
         self._requeue(self.batch.remove_calls_without_tokens())

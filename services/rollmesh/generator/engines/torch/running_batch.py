@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import EngineCounters
 from rollmesh.generator.engines.torch.adapters import BASE, Factors
 from rollmesh.generator.engines.torch.decode_step import Stepper
-from rollmesh.generator.engines.torch.decoder_model import DecoderModel, prefill_batches
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel, Past, prefill_batches
+from rollmesh.generator.engines.torch.kept_prefixes import Prefix
 from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache
 from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder, sample
@@ -23,11 +25,21 @@ from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array
 _HISTORY = 512
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Call that starts: the first ``count`` of its ``ids`` are copied from ``source``, the others computed."""
+
+    call: RunningCall
+    ids: Int32Array
+    source: Prefix | None
+    count: int
+
+
 class RunningBatch:
     """Calls in slots over one model and one cache.
 
     A call's context is prefilled without its last token, which is the input of the call's first decode step. So every
-    token is sampled in a decode step, and calls with the same context share one prefill by copying rows.
+    token is sampled in a decode step, and a prefill computes only what no row and no kept prefix begins with.
     """
 
     def __init__(
@@ -54,9 +66,8 @@ class RunningBatch:
         """Slots of all rows of the cache, in order, while ``_order`` is valid."""
         self._held: dict[RunningCall, float] = {}
         """Calls held because their callers are late to save, with the start of the hold (monotonic seconds)."""
-        self._donors: dict[tuple[int, bytes], set[int]] = {}
-        """Slots whose cache begins with a context, by policy version and context."""
-        self._donated: dict[int, tuple[int, bytes]] = {}
+        self._prefixes: dict[int, Prefix] = {}
+        """Beginnings of the slots' rows that further calls may copy."""
 
     @property
     def running_count(self) -> int:
@@ -126,52 +137,65 @@ class RunningBatch:
     def admit(self, calls: Sequence[RunningCall]) -> None:
         """Prefill calls and put them into slots; the caller has checked free slots and cache room."""
         self._write_back()
-        contexts = {c: c.context_ids() for c in calls}
-        prefilled: dict[tuple[int, bytes], RunningCall] = {}
-        copies: list[tuple[RunningCall, int]] = []
+        prefixes = self.cache.prefixes
+        first: list[_Start] = []
+        after: list[_Start] = []  # those that copy from one of the first
         for call in calls:
-            context = contexts[call]
-            cached = len(context) - 1
+            context = call.context_ids()
+            ids = context[:-1]
             place = BASE
             if self.adapters is not None:
                 if call.adapter_version is None:
                     call.adapter_version = self.policy_version
                 place = self.adapters.place_of(call.adapter_version)
-            slot = self.slots.occupy(call, int(context[-1]), cached, place)
-            self.cache.add(slot, cached)
+            slot = self.slots.occupy(call, int(context[-1]), len(ids), place)
+            self.cache.add(slot, len(ids))
             version = call.kv_min_version = call.newest_version = self._version_of(call)
-            key = version, context.tobytes()
-            donor = next(iter(self._donors.get(key, ())), None)
-            if donor is None:
-                prefilled[key] = call
-            elif cached:
-                copies.append((call, donor))
-            self._donors.setdefault(key, set()).add(slot)
-            self._donated[slot] = key
-        self._prefill([(c, contexts[c]) for c in prefilled.values()])
-        for call, donor in copies:
-            count = len(contexts[call]) - 1
-            self.cache.write(call.slot, *self.cache.read(donor, count))
-            call.cached_token_count = count
-            self.counters.cached_token_total += count
+            source, count = prefixes.longest(version, ids)
+            start = _Start(call=call, ids=ids, source=source, count=count)
+            self._prefixes[slot] = Prefix(policy_version=version, token_ids=ids, slot=slot)
+            if source is not None and source.slot in {other.call.slot for other in first}:
+                after.append(start)
+            else:
+                first.append(start)
+                prefixes.add(self._prefixes[slot])
+        for start in after:
+            prefixes.add(self._prefixes[start.call.slot])
+        for starts in (first, after):
+            for start in starts:
+                self._copy(start)
+            unfinished = [start for start in starts if start.count < len(start.ids)]
+            self._prefill([start for start in unfinished if not start.count])
+            self._prefill([start for start in unfinished if start.count])
         for call in calls:
             self._hold_if_blocked(call)
 
-    def _prefill(self, contexts: list[tuple[RunningCall, Int32Array]]) -> None:
-        contexts = [(c, context) for c, context in contexts if len(context) > 1]
-        for batch in prefill_batches([len(context) - 1 for _, context in contexts], self.model.forward_tokens):
-            chosen = [contexts[i] for i in batch]
-            longest = len(chosen[0][1]) - 1
-            tokens = np.zeros((len(chosen), longest), np.int64)
-            for row, (call, context) in enumerate(chosen):
-                tokens[row, : len(context) - 1] = context[:-1]
-                self.counters.prefill_token_total += len(context) - 1
-                self.counters.reprefill_token_total += max(0, len(context) - 1 - call.request.prompt_token_count)
-            places = self.slots.places[[call.slot for call, _ in chosen]]
-            keys, values = self.model.prefill(torch.from_numpy(tokens).to(self.model.device), places)
-            for row, (call, context) in enumerate(chosen):
-                count = len(context) - 1
-                self.cache.write(call.slot, keys[:, row, ..., :count], values[:, row, :, :count])
+    def cached_count(self, call: RunningCall) -> int:
+        """Return the tokens of a waiting call's context that need no prefill."""
+        return self.cache.prefixes.longest(self._version_of(call), call.context_ids()[:-1])[1]
+
+    def _copy(self, start: _Start) -> None:
+        if start.source is not None:
+            self.cache.write(start.call.slot, *self.cache.read_prefix(start.source, start.count))
+            start.call.cached_token_count = start.count
+            self.counters.cached_token_total += start.count
+
+    def _prefill(self, starts: list[_Start]) -> None:
+        """Compute what the starts do not copy; all of them copy something, or none does."""
+        for batch in prefill_batches([len(start.ids) for start in starts], self.model.forward_tokens):
+            chosen = [starts[i] for i in batch]
+            tokens = np.zeros((len(chosen), max(len(s.ids) - s.count for s in chosen)), np.int64)
+            for row, s in enumerate(chosen):
+                tokens[row, : len(s.ids) - s.count] = s.ids[s.count :]
+                self.counters.prefill_token_total += len(s.ids) - s.count
+                known = max(s.count, s.call.request.prompt_token_count)
+                self.counters.reprefill_token_total += max(0, len(s.ids) - known)
+            places = self.slots.places[[s.call.slot for s in chosen]]
+            past = Past.of([self.cache.read(s.call.slot, s.count) for s in chosen]) if chosen[0].count else None
+            keys, values = self.model.prefill(torch.from_numpy(tokens).to(self.model.device), places, past)
+            for row, s in enumerate(chosen):
+                new = len(s.ids) - s.count
+                self.cache.write(s.call.slot, keys[:, row, ..., :new], values[:, row, :, :new], s.count)
 
     def _hold_if_blocked(self, call: RunningCall) -> None:
         if call.backlog.blocked:
@@ -191,9 +215,9 @@ class RunningBatch:
         """End calls as interrupted that have been held since ``since`` (monotonic seconds) or longer."""
         self.interrupt([c for c, at in self._held.items() if at <= since])
 
-    def interrupt(self, calls: Iterable[RunningCall]) -> None:
+    def interrupt(self, calls: Iterable[RunningCall], *, kept: bool = True) -> None:
         for call in calls:
-            self._finish(call, FinishReason.INTERRUPTED)
+            self._finish(call, FinishReason.INTERRUPTED, kept=kept)
 
     def swap(self, policy_version: int) -> None:
         """Close every open chunk under the old version; further tokens carry the new one.
@@ -211,8 +235,7 @@ class RunningBatch:
         if self._order is not None:
             self._order.steps_left = self.slots.steps_left(self._order.slots)
         self.policy_version = policy_version
-        self._donors.clear()
-        self._donated.clear()
+        self._forget_prefixes()
 
     def put_adapter(self, version: int, factors: Factors) -> None:
         """Load an adapter beside the others; no call uses it until it is in service."""
@@ -232,9 +255,15 @@ class RunningBatch:
         assert adapters is not None
         newest = sorted(adapters.versions)[-kept_versions:]
         used = {version, *newest, *waited_for, *(call.adapter_version for call in self.slots.running())}
+        if version != self.policy_version:
+            self._forget_prefixes()
         self.policy_version = version
         for old in [v for v in adapters.versions if v not in used]:
             adapters.drop(old)
+
+    def _forget_prefixes(self) -> None:
+        self.cache.prefixes.clear()
+        self._prefixes.clear()
 
     def _version_of(self, call: RunningCall) -> int:
         return self.policy_version if call.adapter_version is None else call.adapter_version
@@ -275,23 +304,23 @@ class RunningBatch:
             call.backlog.add(len(chunk.token_ids))
         self.outbox.append((call, chunk))
 
-    def _finish(self, call: RunningCall, reason: FinishReason) -> None:
+    def _finish(self, call: RunningCall, reason: FinishReason, *, kept: bool = True) -> None:
         self._cut_chunk(call, reason)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.response_lengths.append(call.position)
-        self.remove(call)
+        self.remove(call, kept=kept)
 
-    def remove(self, call: RunningCall) -> None:
+    def remove(self, call: RunningCall, *, kept: bool = False) -> None:
+        """End a call; ``kept`` keeps its delivered tokens in the cache, for a call that continues them."""
         self._write_back()
-        slot = call.slot
+        slot, version = call.slot, self._version_of(call)
         self._held.pop(call, None)
+        if (prefix := self._prefixes.pop(slot, None)) is not None:
+            self.cache.prefixes.remove(prefix)
+        if kept and call.kv_min_version == version:
+            self.cache.keep(slot, version, call.context_ids()[: int(self.slots.cached(slot))])
         self.cache.remove(slot)
         self.slots.vacate(slot)
-        key = self._donated.pop(slot, None)
-        if key is not None:
-            self._donors[key].discard(slot)
-            if not self._donors[key]:
-                del self._donors[key]
 
     def remove_calls_without_tokens(self) -> list[RunningCall]:
         found = [c for c in self.slots.running() if not c.started and not self.slots.undelivered(c.slot)]
