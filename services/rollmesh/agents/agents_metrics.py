@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
 from rollmesh.worker.worker_metrics import CALL_ENDS
 
-ENDPOINTS = ("chat", "completions")
+ENDPOINTS = ("chat", "completions", "generate", "responses")
 OUTCOMES = ("answered", "refused", "failed", "cancelled")
 SESSION_ENDS = ("rewarded", "given_up", "idle", "lost")
 SESSION_STATES = ("active", "parked", "waiting")

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_service import Drain, OpenAiService
 from rollmesh.agents.answer_stream import AnswerInProgress, Delta
-from rollmesh.agents.openai_answers import DONE, AnswerFormat, Choice, Endpoint, event_line
+from rollmesh.agents.openai_answers import AnswerFormat, Choice, Endpoint
 from rollmesh.agents.openai_errors import OpenAiError, as_openai
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
@@ -25,7 +25,12 @@ from rollmesh.agents.session_address import SESSION_HEADER, named_session
 from rollmesh.agents.session_opening import session_of_call
 from rollmesh.runtime.tasks import cancel_and_wait
 
-_ID_PREFIXES: Mapping[Endpoint, str] = {"chat": "chatcmpl", "completions": "cmpl", "generate": "gen"}
+_ID_PREFIXES: Mapping[Endpoint, str] = {
+    "chat": "chatcmpl-",
+    "completions": "cmpl-",
+    "generate": "gen-",
+    "responses": "resp_",
+}
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header that the official clients send with every automatic retry."""
 
@@ -36,8 +41,14 @@ class Answering:
     def __init__(self, service: OpenAiService) -> None:
         self._service = service
 
-    async def answer(self, request: Request, body: ChatRequest | CompletionRequest, endpoint: Endpoint) -> Response:
-        """Return the whole or streamed answer to a call.
+    async def answer(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        endpoint: Endpoint,
+        answer_format: Callable[..., AnswerFormat] = AnswerFormat,
+    ) -> Response:
+        """Return the whole or streamed answer to a call; ``answer_format`` makes the format of its endpoint.
 
         Raises OpenAiError and other errors until the stream begins. Later errors become an event of the stream.
         """
@@ -50,9 +61,10 @@ class Answering:
         except BaseException as error:
             call.end(_outcome_of(error))
             raise
-        shape = AnswerFormat(
+        options = body.stream_options
+        shape = answer_format(
             endpoint=endpoint,
-            answer_id=f"{_ID_PREFIXES[endpoint]}-{secrets.token_hex(12)}",
+            answer_id=f"{_ID_PREFIXES[endpoint]}{secrets.token_hex(12)}",
             created=int(time.time()),
             model=body.model,
             logprobs=body.wants_logprobs,
@@ -61,12 +73,12 @@ class Answering:
             choices_per_context=body.n or 1,
             read=None if parsed.read is None else partial(parsed.read, answers[0].context_ids),
             streams=parsed.streams,
+            sends_usage=options is not None and options.include_usage,
         )
         session_id = "" if session is None else session.session_id
         call.began(answers, shape)
         if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            return await self._streamed(request, call, shape, session_id, usage=usage)
+            return await self._streamed(request, call, shape, session_id)
         try:
             whole = await unless_disconnected(request, call.whole(shape, session_id), self._service.drain)
         except BaseException as error:
@@ -100,10 +112,8 @@ class Answering:
         # Run in a thread: a long context takes seconds, and the page and the worker's heartbeat share this event loop.
         return await asyncio.to_thread(parse_request, body, self._service.config, self._service.formats, index)
 
-    async def _streamed(
-        self, request: Request, call: _Call, shape: AnswerFormat, session_id: str, *, usage: bool
-    ) -> Response:
-        events = call.events(shape, session_id, usage=usage)
+    async def _streamed(self, request: Request, call: _Call, shape: AnswerFormat, session_id: str) -> Response:
+        events = call.events(shape, session_id)
         try:
             # Compute the first piece before the status is sent: an early failure is then answered with an error status.
             first = await unless_disconnected(request, anext(events), self._service.drain)
@@ -120,7 +130,7 @@ class Answering:
                 call.outcome = "answered"
             except Exception as error:
                 call.outcome = _outcome_of(error)
-                yield event_line(as_openai(error).body)
+                yield shape.failed(as_openai(error))
 
         async def end() -> None:
             await events.aclose()
@@ -181,22 +191,21 @@ class _Call:
                 choices[index].add(delta)
         return shape.whole(choices, self._extra(session_id))
 
-    async def events(self, shape: AnswerFormat, session_id: str, *, usage: bool) -> AsyncGenerator[bytes, None]:
+    async def events(self, shape: AnswerFormat, session_id: str) -> AsyncGenerator[bytes, None]:
         choices = [Choice() for _ in self._answers]
         begun: set[int] = set()
         async with aclosing(self._merged()) as merged:
             async for index, delta in merged:
                 if index not in begun:
                     begun.add(index)
-                    if (first := shape.first(index)) is not None:
+                    if first := shape.first(index):
                         yield first
                 extra = self._extra(session_id) if delta.finish_reason else {}
                 event = shape.piece(index, delta, choices[index], extra)
                 choices[index].add(delta)
-                yield event
-        if usage:
-            yield shape.usage_event(choices, self._extra(session_id))
-        yield DONE
+                if event:
+                    yield event
+        yield shape.last(choices, self._extra(session_id))
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield the deltas of all answers as they arrive, each with the index of its answer."""

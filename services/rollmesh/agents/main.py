@@ -2,6 +2,7 @@
 
 GET     /v1/models                     the run, and the policy versions in service
 POST    /v1/chat/completions           answer a conversation
+POST    /v1/responses                  the same, in items of the Responses API
 POST    /v1/completions                continue a text or token ids
 POST    /inference/v1/generate         continue token ids, for clients that render messages themselves
 POST    /v1/sessions                   open a session with a prompt (rollout.program=agent)
@@ -15,6 +16,7 @@ A call that names a session (``session_address``) is recorded in it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
@@ -30,6 +32,8 @@ from rollmesh.agents.openai_requests import (
     RewardRequest,
     SessionRequest,
 )
+from rollmesh.agents.responses_answers import ResponseFormat
+from rollmesh.agents.responses_requests import ResponsesRequest
 from rollmesh.agents.session_address import CLIENT_HEADER, SESSION_HEADER, SessionPaths, access_check
 from rollmesh.agents.session_opening import open_session
 from rollmesh.agents.session_rewards import check_repeated
@@ -170,6 +174,11 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation, rendered with the model's own chat template."""
         return await answering.answer(request, body, "chat")
+
+    @api.post("/responses", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        """Answer a conversation of items, with items: thoughts, messages and calls of functions."""
+        return await answering.answer(request, body.as_chat(), "responses", partial(ResponseFormat, request=body))
 
     @api.post("/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
     async def completions(request: Request, body: CompletionRequest) -> Response:

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from rollmesh.agents.answer_stream import Delta, TokenLogprob
 from rollmesh.agents.chat_format import AnswerMessage
+from rollmesh.agents.openai_errors import OpenAiError
 
 DONE = b"data: [DONE]\n\n"
 
 _READS = 16
 """A streamed message is read again when a sixteenth of its tokens is new."""
-Endpoint = Literal["chat", "completions", "generate"]
+Endpoint = Literal["chat", "completions", "generate", "responses"]
 _KINDS: dict[Endpoint, str] = {"chat": "chat.completion", "completions": "text_completion", "generate": "generate"}
 
 
@@ -94,6 +95,8 @@ class AnswerFormat:
     """Message that the tokens of an answer say; None if it is their text."""
     streams: bool = True
     """False if the message of a part may differ from that of the whole: it is sent at the end."""
+    sends_usage: bool = False
+    """True if a stream ends with the token counts."""
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
         body = self._head(_KINDS[self.endpoint], extra)
@@ -104,10 +107,10 @@ class AnswerFormat:
             body["prompt_token_ids"] = contexts[0] if len(contexts) == 1 else contexts
         return body
 
-    def first(self, index: int) -> bytes | None:
-        """Return the first event of a streamed answer: the role in chat, and the ids of its context if wanted."""
+    def first(self, index: int) -> bytes:
+        """Return the first event of a streamed answer, if any: the role in chat, the ids of its context if wanted."""
         if self.endpoint == "completions" and not self.token_ids:
-            return None
+            return b""
         choice: dict[str, Any] = {"index": index, "finish_reason": None}
         if self.endpoint == "chat":
             choice["delta"] = {"role": "assistant", "content": "" if self.read is None else None}
@@ -122,13 +125,9 @@ class AnswerFormat:
     def piece(self, index: int, delta: Delta, before: Choice, extra: Mapping[str, Any]) -> bytes:
         """Return one event of a streamed answer; ``before`` is the answer without it."""
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
-        if self.read is not None:
-            ids = [*(token.token_id for token in before.tokens), *delta.token_ids]
-            final = delta.finish_reason is not None
-            choice["delta"] = before.message.news(self.read, ids, final=final) if final or self.streams else {}
+        if self.read is not None or self.endpoint == "chat":
+            choice["delta"] = self.news(delta, before)
             choice["finish_reason"] = before.message.finish_reason(delta.finish_reason)
-        elif self.endpoint == "chat":
-            choice["delta"] = {"content": delta.text} if delta.text or not delta.finish_reason else {}
         else:
             choice["text"] = delta.text
         choice["logprobs"] = self._logprobs(delta.logprobs, before.character_count)
@@ -136,12 +135,28 @@ class AnswerFormat:
             choice["token_ids"] = list(delta.token_ids)
         return self._event(choice, extra)
 
-    def usage_event(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> bytes:
-        """Return the last event of a stream with token counts."""
+    def news(self, delta: Delta, before: Choice) -> dict[str, Any]:
+        """Return the new parts of a message; ``before`` is the answer without them."""
+        if self.read is None:
+            return {"content": delta.text} if delta.text or not delta.finish_reason else {}
+        final = delta.finish_reason is not None
+        if not final and not self.streams:
+            return {}
+        ids = [*(token.token_id for token in before.tokens), *delta.token_ids]
+        return before.message.news(self.read, ids, final=final)
+
+    def last(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> bytes:
+        """Return the end of a stream, with the token counts if they are wanted."""
+        if not self.sends_usage:
+            return DONE
         body = self._head(self._chunk_kind, extra)
         body["choices"] = []
         body["usage"] = self.usage(choices)
-        return event_line(body)
+        return event_line(body) + DONE
+
+    def failed(self, error: OpenAiError) -> bytes:
+        """Return the end of a stream whose answer has failed."""
+        return event_line(error.body)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         context, answers = sum(map(len, self.contexts)), sum(len(choice.tokens) for choice in choices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -24,6 +24,9 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((True, False), "only chat has tools: POST /v1/chat/completions"),
     "functions": ((False,), "send them as tools"),
     "function_call": (("none", False), "send tool_choice"),
+    "previous_response_id": ((False,), "answers are not kept; send the whole conversation"),
+    "conversation": ((False,), "answers are not kept; send the whole conversation"),
+    "background": ((False,), "the answer to a call is all that is sent"),
     "response_format": (({"type": "text"},), "ask for the format in a message"),
     "presence_penalty": ((0,), "penalties change the distribution that logprobs are over"),
     "frequency_penalty": ((0,), "penalties change the distribution that logprobs are over"),
@@ -90,6 +93,14 @@ class StreamOptions(Closed):
     """Ignored: events are not padded."""
     continuous_usage_stats: Literal[False] | None = None
     """Must be false: the counts are in the last event. (Not part of OpenAI's API.)"""
+
+
+def no_call(call_id: str | None) -> str:
+    """Return what is wrong with the result of a call that is not waiting for one."""
+    return (
+        f"{call_id!r} is of no call without a result in the answer before it; send one result for each call, with the "
+        "call's id"
+    )
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(whole_characters)]
@@ -164,30 +175,46 @@ class SamplingRequest(Sampling):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class ChatRequest(SamplingRequest):
-    """POST /v1/chat/completions."""
+class ConversationRequest(SamplingRequest):
+    """Fields common to chat and Responses."""
 
-    messages: list[Message] = Field(min_length=1)
-    """The conversation so far."""
-    tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
-    """Tools that the model may call."""
     tool_choice: Literal["auto", "none"] | None = None
     """auto: the answer is read for calls; none: its text is left as it is. A call cannot be forced."""
     parallel_tool_calls: bool | None = None
     """Must be true with tools: an answer has as many calls as the model writes."""
+    chat_template_kwargs: dict[Text, TemplateValue] | None = None
+    """Variables for the chat template; they take precedence over data.chat_template_kwargs of the run. (Not part of
+    OpenAI's API.)"""
+    top_logprobs: NoAlternatives | None = None
+    """Must be 0: only the log-probability of the sampled token is known."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_are_parallel(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("tools") and data.get("parallel_tool_calls") is False:
+            raise ValueError(
+                "parallel_tool_calls: false is not supported; an answer has the calls that the model writes"
+            )
+        return data
+
+
+class ChatRequest(ConversationRequest):
+    """POST /v1/chat/completions."""
+
+    context_field: ClassVar[str] = "messages"
+    """Field of the client's request that has the conversation."""
+    messages: list[Message] = Field(min_length=1)
+    """The conversation so far."""
+    tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    """Tools that the model may call."""
     max_tokens: TokenCount | None = None
     """Maximum tokens of the answer; defaults to the room left after the context."""
     max_completion_tokens: TokenCount | None = None
     """Alias of max_tokens."""
     logprobs: bool | None = None
     """Send the log-probability of each token (over the full vocabulary, at the sampling temperature)."""
-    chat_template_kwargs: dict[Text, TemplateValue] | None = None
-    """Variables for the chat template; they take precedence over data.chat_template_kwargs of the run. (Not part of
-    OpenAI's API.)"""
     add_special_tokens: Literal[False] | None = None
     """Must be false: the chat template writes them. (Not part of OpenAI's API.)"""
-    top_logprobs: NoAlternatives | None = None
-    """Must be 0, with logprobs: only the log-probability of the sampled token is known."""
     continue_final_message: bool | None = None
     """Must be true if an assistant message ends the conversation, else false. (Not part of OpenAI's API.)"""
     add_generation_prompt: bool | None = None
@@ -212,10 +239,6 @@ class ChatRequest(SamplingRequest):
     @model_validator(mode="after")
     def _results_answer_calls(self) -> ChatRequest:
         """Match every tool message with a call of the assistant message before it, and no call with two."""
-        if self.tools and self.parallel_tool_calls is False:
-            raise ValueError(
-                "parallel_tool_calls: false is not supported; an answer has the calls that the model writes"
-            )
         open_calls: set[str] | None = None  # None: no assistant message with calls precedes
         for number, message in enumerate(self.messages):
             if message.role != "tool":
@@ -224,10 +247,7 @@ class ChatRequest(SamplingRequest):
                     raise ValueError(f"messages.{number}.tool_calls: two calls have the same id")
             elif open_calls is not None or message.tool_call_id is not None:
                 if message.tool_call_id not in (open_calls or ()):
-                    raise ValueError(
-                        f"messages.{number}.tool_call_id: {message.tool_call_id!r} is of no call without a result in "
-                        "the assistant message before it; send one result for each call, with the call's id"
-                    )
+                    raise ValueError(f"messages.{number}.tool_call_id: {no_call(message.tool_call_id)}")
                 open_calls = (open_calls or set()) - {message.tool_call_id}
         return self
 
@@ -250,6 +270,8 @@ class ChatRequest(SamplingRequest):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
+    context_field: ClassVar[str] = "prompt"
+    """Field of the request that has the context."""
     prompt: PromptText | TokenIds | Prompts
     """Text to continue, or its token ids (used exactly as given, without tokenizing), or a list of either. The answers
     to the first prompt come first."""

@@ -24,7 +24,7 @@ class ParsedRequest:
 
     context: Context
     field: str
-    """Request field of the context: messages or prompt."""
+    """Request field of the context: messages, input or prompt."""
     whole_ids: Callable[[], Int32Array]
     """Tokens of the whole context, used if none of it is recorded."""
     other_ids: Callable[[], Int32Array] | None = None
@@ -90,7 +90,7 @@ def parse_request(
 
     return ParsedRequest(
         context=context,
-        field="messages" if isinstance(request, ChatRequest) else "prompt",
+        field=request.context_field,
         whole_ids=whole,
         other_ids=plain,
         written=written,
@@ -164,6 +164,7 @@ class _Chat:
     """
 
     def __init__(self, request: ChatRequest, config: RunConfig, formats: ChatFormats) -> None:
+        self._field = request.context_field
         self._messages: list[Message] = [message.as_template() for message in request.messages]
         self._tools = request.tool_specs
         self._tokenizer = formats.tokenizer
@@ -184,12 +185,13 @@ class _Chat:
             try:
                 self.text = self.format.transcript(self._messages, self._tools)
             except DataError as error:
-                raise invalid(f"messages and tools: {error}", "messages") from error
+                raise invalid(f"{self._field} and tools: {error}", self._field) from error
             return
         if begun and formats.renders and not formats.tokenizer.has_chat_template:
             raise invalid(
-                "messages: an assistant message at the end is continued by the chat template, and this model has none",
-                "messages",
+                f"{self._field}: an assistant message at the end is continued by the chat template, and this model has "
+                "none",
+                self._field,
             )
         if self._tools and formats.tool_parser is None:
             raise invalid(
@@ -202,8 +204,8 @@ class _Chat:
             variables = {**config.data.chat_template_kwargs, **added}
             self.text = self._tokenizer.chat_text(self._messages, variables=variables, tools=self._tools)
         except DataError as error:
-            fields = "messages and chat_template_kwargs" if added else "messages"
-            raise invalid(f"{fields}: {error}", "messages") from error
+            fields = f"{self._field} and chat_template_kwargs" if added else self._field
+            raise invalid(f"{fields}: {error}", self._field) from error
 
     def whole_ids(self) -> Int32Array:
         """Return the tokens of the conversation and of the beginning of the answer."""
@@ -212,7 +214,7 @@ class _Chat:
                 return self.format.ids(self._messages, self._tools)
             return self._tokenizer.encode_aside(self.text)
         except DataError as error:
-            raise invalid(f"messages: {error}", "messages") from error
+            raise invalid(f"{self._field}: {error}", self._field) from error
 
     def written(self, context_ids: Int32Array, answer_ids: Int32Array) -> Sequence[str]:
         """Return a recorded answer as the transcript of a later call may show it."""

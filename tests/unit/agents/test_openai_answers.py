@@ -157,14 +157,14 @@ def test_frames_of_a_chat_stream_say_who_speaks_then_what_then_why_it_ends() -> 
     assert last["rollmesh"] == {"policy_versions": [4]}
     choice = Choice()
     choice.add(Delta(text="hy", logprobs=TOKENS, finish_reason="stop", cached_token_count=2))
-    usage = parse(form.usage_event([choice], {}))
+    usage = parse(shape("chat", sends_usage=True).last([choice], {}).removesuffix(b"data: [DONE]\n\n"))
     assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 5)
     assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 def test_completions_have_offsets_and_both_leave_out_what_nobody_asked_for() -> None:
     form = shape("completions")
-    assert shape("completions", token_ids=False).first(0) is None
+    assert shape("completions", token_ids=False).first(0) == b""
     before = Choice()
     before.add(Delta(text="so", logprobs=[TokenLogprob(token_id=4, token="so<s>", logprob=-0.5)]))
     piece = parse(form.piece(0, Delta(text="h\u00e9y", logprobs=TOKENS), before, {}))["choices"][0]
