@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 IN_FLIGHT_GAUGES = {
     "rollout": "rollmesh_rollout_in_flight_trajectories",
+    "agents": "rollmesh_agents_running_calls",
     "generator": "rollmesh_generator_running_calls",
 }
 """Gauge of the rollouts in flight at a process, by service."""
@@ -82,9 +83,9 @@ class AttackedRun:
         of leases at once. For a killed generator, the workers' logs name the calls that had not ended: its own count
         excludes calls whose last tokens were sampled but not read, and these tokens are lost too.
         """
-        if victim.endpoint.service == "rollout":
+        if victim.endpoint.service in ("rollout", "agents"):
             send(victim.endpoint.pid, signal.SIGSTOP)
-            self.in_flight.append(self.leases(f"rollout-{victim.endpoint.index}"))
+            self.in_flight.append(self.leases(f"{victim.endpoint.service}-{victim.endpoint.index}"))
         elif victim.endpoint.service == "generator" and number is signal.SIGKILL:
             self.killed_generators.append(victim.endpoint.grpc)
         else:

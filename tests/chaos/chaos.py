@@ -28,6 +28,7 @@ from rollmesh.store.embedded import EmbeddedServer
 from ..kit.s3_server import CREDENTIALS, MISSING, Bucket, is_installed
 from .attack import AttackedRun
 from .faults import FAULTS, Fault, faults_named
+from .outside_agent import OutsideAgent
 from .rounds import EXEMPT, ChaosRound, read_round, rounds_table
 from .short_run import TRAIN_STEPS, audit, finished_train_steps, short_run_config
 
@@ -106,8 +107,10 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ch
     """Run one round with one fault."""
     folder.mkdir(parents=True)
     run = TrainingRun(folder)
-    data = short_run_config(run.folder.path, number, fault.preset, fault.settings)
-    data["gateway"] = {"enabled": False}
+    agent = OutsideAgent(folder / "agent") if fault.by_agent else None
+    base = None if agent is None else agent.run_file()
+    data = short_run_config(run.folder.path, number, fault.preset, fault.settings, base)
+    data["gateway"] = {**data.get("gateway", {}), "enabled": False}
     start = time.monotonic()
     deadline = start + _ROUND_SECONDS
     with contextlib.ExitStack() as stack:
@@ -117,6 +120,8 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ch
             section = {"folder": f"s3://{server.name}/{_PREFIX}", "object_store": server.options}
             data["checkpoints"] |= section
         with run.up(data, {} if server is None else CREDENTIALS) as process:
+            if agent is not None:
+                stack.enter_context(agent.working(data["agents"]["port"]))
             attacked = AttackedRun(
                 folder=run.folder.path,
                 run=str(data["name"]),
@@ -134,7 +139,8 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ch
         if server is not None:
             server.copy(_PREFIX, folder / "bucket")
     bucket = folder / "bucket" if fault.in_bucket else None
-    return read_round(run.folder, data, fault, attacked, statuses, seconds, output, bucket)
+    problems = () if agent is None else agent.problems
+    return read_round(run.folder, data, fault, attacked, statuses, seconds, output, bucket, problems)
 
 
 def _attack(attacked: AttackedRun, fault: Fault) -> None:

@@ -37,7 +37,7 @@ class Cost(Enum):
     """Unsaved tokens."""
     UNBOUNDED = "unbounded"
     """Tokens that Redis loses after it stored them, so that whole rollouts without a lease may be sampled again; or
-    unsaved tokens of members that a schedule cuts off."""
+    unsaved tokens of members that a schedule cuts off; or tokens that the queue counts together with an agent's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,8 @@ class Fault:
     """Fields of the run file, by section."""
     in_bucket: bool = False
     """True if the checkpoints of the run are in an object store."""
+    by_agent: bool = False
+    """True if an agent with a tool, outside of the mesh, makes the rollouts."""
 
 
 def _under(preset: str, fault: Fault) -> Fault:
@@ -107,6 +109,16 @@ def _with_deltas(fault: Fault) -> Fault:
         "checkpoints": {"anchor_every_versions": 4},
     }
     return replace(fault, name=f"{fault.name}, deltas", settings=settings, in_bucket=True)
+
+
+def _by_agent(fault: Fault) -> Fault:
+    """Return the fault in a run of an outside agent, whose sessions continue or end with an error that it knows."""
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "rollout": {"max_new_tokens": 640},
+        "trainer": {"learning_rate": 1e-3},
+        "generator": {"max_context_tokens": 900},
+    }
+    return replace(fault, name=f"{fault.name}, agent", cost=Cost.UNBOUNDED, settings=settings, by_agent=True)
 
 
 def _kill_trainer(when: str, pattern: str) -> Fault:
@@ -168,6 +180,8 @@ FAULTS: tuple[Fault, ...] = (
     _with_deltas(_kill_trainer("while it uploads", "checkpoints/.deltas/*")),
     _with_deltas(Fault("delete the policies of the node, kill -9 generator", lose_policies)),
     _with_deltas(_kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED")),
+    _by_agent(Fault("kill -9 agents", partial(kill_service, service="agents"))),
+    _by_agent(Fault("kill -9 generator", partial(kill_service, service="generator"))),
 )
 """Faults in the order of the rounds; ``make test`` runs the first four."""
 

@@ -23,8 +23,8 @@ EXEMPT = "no bound"
 """Bound of a round that may waste any number of tokens; the reason is printed below the table."""
 _EXEMPT_BECAUSE = (
     f"{EXEMPT}: a killed Redis loses data that is not in its file or is cut off it, also finished rollouts, which are "
-    "sampled again; surplus members are cut off with unsaved tokens; all other requirements apply. A run that must not "
-    "end green has no bound either"
+    "sampled again; surplus members are cut off with unsaved tokens; the saved tokens of an agent are not only sampled "
+    "ones; all other requirements apply. A run that must not end green has no bound either"
 )
 _ENDS_UNFINISHED = (DropReason.STALE, DropReason.STRAGGLER_TIMEOUT, DropReason.TOO_FEW_SCORED)
 """Reasons to drop a group whose members may be in progress, before the end of the run."""
@@ -52,7 +52,7 @@ class ChaosRound:
     green: bool
     """Result of the audit: True if it is green."""
     judge_problems: tuple[str, ...]
-    """Problems that the outside judge reports."""
+    """Problems that the outside judge reports, and those of an outside agent."""
     in_flight: int
     """Rollouts in flight at the victim at the time of the fault."""
     regenerated_tokens: int | None
@@ -108,6 +108,7 @@ def read_round(
     seconds: float,
     output: str,
     bucket: Path | None = None,
+    agent_problems: tuple[str, ...] = (),
 ) -> ChaosRound:
     """Read the audit of a finished run, and run the outside judge on its files; ``bucket`` is a copy of its bucket."""
     audit_file = folder.path / "audit.json"
@@ -126,7 +127,7 @@ def read_round(
         trained_twice=_count(audit.get("trained_twice")),
         staleness_violations=_count(audit.get("staleness_violations")),
         green=bool(audit.get("green")),
-        judge_problems=_judge_problems(folder, bucket),
+        judge_problems=(*_judge_problems(folder, bucket), *agent_problems),
         in_flight=in_flight,
         regenerated_tokens=regenerated(folder, attacked.sampled_when_killed, max(attacked.fault_ended_at, default=0.0)),
         regenerated_bound=bound,
@@ -169,7 +170,7 @@ def rollouts_cut_off(folder: RunFolder, addresses: Sequence[str]) -> int:
     Calls that could not connect to the address had no tokens there.
     """
     found = set()
-    for log in folder.logs.glob("rollout-*.log"):
+    for log in (*folder.logs.glob("rollout-*.log"), *folder.logs.glob("agents-*.log")):
         for line in log.read_text().splitlines():
             record = json.loads(line) if '"generator_misbehaved"' in line else {}
             broken = record.get("reason") == "broken" and record.get("address") in addresses

@@ -28,13 +28,17 @@ def short_run_config(
     number: int,
     preset: str = "copris",
     settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the run file of a short run: the demo's model and task, small batches, trainer state every third step.
+
+    ``base`` is a run file with another model and task.
 
     Another preset than ``copris`` brings its own numbers and the settings that go with it. Some of them allow no
     replayed step, so every step has a trainer state. ``settings`` are further fields by section.
     """
-    data: dict[str, Any] = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
+    demo = recipe_file("countdown", "demo.yaml")
+    data: dict[str, Any] = yaml.safe_load(demo.read_text()) if base is None else dict(base)
     changes: dict[str, dict[str, Any]] = {
         "schedule": {"groups_per_batch": 8, "group_size": 4, "pool_size": 48, "max_staleness": 4},
         "rollout": {"max_new_tokens": 256, "partial_save_tokens": _PARTIAL_SAVE_TOKENS[number % 2]},

@@ -1,9 +1,8 @@
-"""A run that is trained entirely by an agent outside of the mesh: the one of docs/agents.md."""
+"""A run that is trained entirely by an agent outside of the mesh: examples/agent.py."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,28 +17,21 @@ from rollmesh.runtime.endpoints import read_endpoints
 
 from .conftest import WAIT_SECONDS, assert_rescored
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "agents.md"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent.py"
+pytestmark = pytest.mark.long
 STEPS = 12
 """More than are trained before the second kill, with the batches that were ready by then."""
 
 
-def example() -> str:
-    """The agent of the documentation, word for word."""
-    (code,) = re.findall(r"<!-- run by tests/e2e/test_agents.py -->\n```python\n(.*?)```", DOCUMENT.read_text(), re.S)
-    return code
-
-
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator:
+def agent() -> Iterator:
     """Start the example against an agents service; it is stopped at the end."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(url: str, token: str) -> subprocess.Popen[str]:
-        script = tmp_path / "agent.py"
-        script.write_text(example())
         environment = {**os.environ, "ROLLMESH_URL": url, "ROLLMESH_TOKEN": token, "NO_PROXY": "*"}
         process = subprocess.Popen(
-            [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, str(EXAMPLE)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         processes.append(process)
         return process

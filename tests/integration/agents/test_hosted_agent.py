@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +13,13 @@ from openai import AsyncOpenAI
 
 from rollmesh.agents.hosted_agent import hosted_agent
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.environments.environment_protocol import AgentFunction, load_agent
+from rollmesh.tasks.environments.environment_protocol import load_agent
 from rollmesh.types import OutcomeKind
 
 from .agent_mesh import TOKEN, AgentMesh
 from .tool_model import ADD, QUESTION
 
 SEEN: Counter[str] = Counter()
-HERE = "tests/integration/agents/test_hosted_agent.py"
-DOCUMENT = Path(__file__).parents[3] / "docs" / "agents.md"
 
 
 def add(call: Any) -> str:
@@ -31,19 +27,22 @@ def add(call: Any) -> str:
     return str(sent["a"] + sent["b"])
 
 
-def function_of_the_document() -> AgentFunction:
-    (code,) = re.findall(rf"<!-- run by {HERE} -->\n```python\n(.*?)```", DOCUMENT.read_text(), re.S)
-    names: dict[str, Any] = {"QUESTION": QUESTION, "ADD": ADD, "add": add}
-    exec(code, names)
-    function: AgentFunction = names["rollout"]
-    return function
+async def adding(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
+    messages: list[Any] = [QUESTION]
+    while True:
+        answer = await client.chat.completions.create(model=row["model"], messages=messages, tools=[ADD])  # type: ignore[list-item]
+        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+        calls = answer.choices[0].message.tool_calls or []
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": add(call)} for call in calls]
+        if not calls:
+            return float("5" in messages[-1]["content"])
 
 
 async def faulty(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
     """Every third rollout fails, every third one hangs, and the others are right."""
     SEEN["rollouts"] += 1
     number = SEEN["rollouts"] % 3
-    value = await function_of_the_document()(client, row)
+    value = await adding(client, row)
     if number == 0:
         raise KeyError("tool server")
     if number == 1:
@@ -57,7 +56,7 @@ def not_async(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
 
 async def test_rewards_of_the_function_are_trained_with_the_tokens_of_its_calls(tools_mesh: AgentMesh) -> None:
     mesh = tools_mesh
-    async with mesh.api() as api, hosted_agent(api.service, api.app, function_of_the_document(), TOKEN, api.shutdown):
+    async with mesh.api() as api, hosted_agent(api.service, api.app, adding, TOKEN, api.shutdown):
         for step in (1, 2, 3):
             batch = await mesh.batch(step)
             for trajectory in (t for group in batch.groups for t in group.trajectories):

@@ -92,9 +92,3 @@ def test_the_values_describe_the_run_of_their_example() -> None:
                 if name == "source" and "path" in wanted:
                     wanted = {**wanted, "path": f"/data/{Path(wanted['path']).name}"}
                 assert value == wanted, f"{file.name}: run.{section}.{name}"
-
-
-def test_the_agent_is_the_one_of_the_documentation() -> None:
-    document = (ROOT / "docs" / "agents.md").read_text()
-    (code,) = re.findall(r"<!-- run by tests/e2e/test_agents.py -->\n```python\n(.*?)```", document, re.DOTALL)
-    assert (ROOT / "examples" / "agent.py").read_text().endswith(f"\n\n{code}")
