@@ -323,6 +323,8 @@ class GenerateSampling(Sampling):
     """0 or 1: the log-probability of the sampled token is always sent."""
     skip_special_tokens: bool | None = None
     """Ignored: an answer is token ids."""
+    routed_experts_prompt_start: int | None = None
+    """Ignored: which experts computed a token is not sent."""
 
 
 class GenerateRequest(Closed):

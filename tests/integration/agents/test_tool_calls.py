@@ -122,12 +122,14 @@ async def test_a_client_that_renders_for_itself_sends_and_gets_token_ids(tools_m
         async with api.client(base_url=f"{api.url}/sessions/{told['id']}/v1") as client:
             for results in (("5", "five"), ()):
                 prompt = None
+                sampling = {"max_tokens": 100}
                 if contexts:
+                    sampling["routed_experts_prompt_start"] = len(contexts[0])  # as the train client of verifiers
                     bridged = renderer.bridge_to_next_turn(contexts[0], answers[0], messages[-2:], tools=[ADD])
                     prompt = bridged.token_ids
                 answer = await generate(
                     client=client, renderer=renderer, messages=messages, model=told["model"], tools=[ADD],
-                    prompt_ids=prompt, sampling_params={"max_tokens": 100}, cache_salt="7", priority=0,
+                    prompt_ids=prompt, sampling_params=sampling, cache_salt="7", priority=0,
                 )  # fmt: skip
                 contexts.append(answer["prompt_ids"])
                 answers.append(answer["completion_ids"])
