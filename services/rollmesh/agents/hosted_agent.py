@@ -37,25 +37,27 @@ _LONGEST_ERROR = 2000
 
 @asynccontextmanager
 async def hosted_agent(
-    service: OpenAiService, app: FastAPI, function: AgentFunction, token: str, shutdown: Shutdown
+    service: OpenAiService, app: FastAPI, function: AgentFunction, token: str, url: str, shutdown: Shutdown
 ) -> AsyncIterator[None]:
-    """Run the function on every prompt until ``shutdown`` or the end of the run; calls do not leave the process."""
+    """Run the function on every prompt until ``shutdown`` or the end of the run; calls do not leave the process.
+
+    ``url``: the service's own, for calls of other processes.
+    """
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, timeout=None) as http:
-        client = AsyncOpenAI(
-            base_url="http://127.0.0.1/v1", api_key=token, http_client=http, max_retries=_RETRIES, timeout=None
-        )
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=token, http_client=http, max_retries=_RETRIES, timeout=None)
         loops = Loops(shutdown)
-        loops.start(_HostedAgent(service, client, function).run(shutdown), "hosted-agent")
+        loops.start(_HostedAgent(service, client, function, url).run(shutdown), "hosted-agent")
         yield
         await loops.ended()
 
 
 class _HostedAgent:
-    def __init__(self, service: OpenAiService, client: AsyncOpenAI, function: AgentFunction) -> None:
+    def __init__(self, service: OpenAiService, client: AsyncOpenAI, function: AgentFunction, url: str) -> None:
         self._service = service
         self._client = client
         self._function = function
+        self._url = url
         self._attempts = BackgroundTasks()
         self._log = get_logger("agents")
 
@@ -81,7 +83,12 @@ class _HostedAgent:
 
     async def _attempt(self, session: AgentSession) -> None:
         """Run the function and post its reward; an error of its own is the reward's."""
-        row = session.describe(self._service.config.name, with_task=True)
+        config = self._service.config
+        row = {
+            **session.describe(config.name, with_task=True),
+            "base_url": f"{self._url}/sessions/{session.session_id}/v1",
+            "temperature": config.rollout.temperature,
+        }
         work = asyncio.ensure_future(self._reward(session, row))
         try:
             while not work.done() and not session.ended:
@@ -103,13 +110,16 @@ class _HostedAgent:
         try:
             with cancelled_awaits_as_errors():
                 value = await self._function(self._client.with_options(api_key=row["api_key"]), row)
-            return RewardRequest(reward=value)
+            return RewardRequest.model_validate(value if isinstance(value, Mapping) else {"reward": value})
         except APIStatusError as error:
             if error.status_code == 410:
                 return None
             return self._failed(session, error)
         except ValidationError:
-            return self._failed(session, ValueError(f"returned {value!r}, which is no finite number"))
+            return self._failed(
+                session,
+                ValueError(f"returned {value!r}, which is neither a finite number nor a body of the reward call"),
+            )
         except (Exception, SystemExit) as error:
             return self._failed(session, error)
 

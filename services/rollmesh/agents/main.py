@@ -101,6 +101,10 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         )
         token = api_token(config)
         app = build_app(service, token, RequestMetrics(host.metrics), address)
+        root = await host.stack.enter_async_context(
+            public_server(app, config, address, config.agents.port, "agents.port", host.security)
+        )
+        root = root.rstrip("/")
         if target := config.rollout.agent.function:
             try:
                 from rollmesh.agents.hosted_agent import hosted_agent
@@ -108,11 +112,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
                 raise ConfigError(
                     f"rollout.agent.function: needs the package {error.name}: pip install 'rollmesh[agents]'"
                 ) from error
-            await host.stack.enter_async_context(hosted_agent(service, app, load_agent(target), token, shutdown))
-        root = await host.stack.enter_async_context(
-            public_server(app, config, address, config.agents.port, "agents.port", host.security)
-        )
-        url = f"{root.rstrip('/')}{PREFIX}"
+            function = load_agent(target, config.rollout.agent.function_options)
+            await host.stack.enter_async_context(hosted_agent(service, app, function, token, root, shutdown))
+        url = f"{root}{PREFIX}"
         host.publish(url=url)
         get_logger("agents").info("serving", url=url)
         host.health.set_ready(True)

@@ -163,7 +163,7 @@ def try_inputs(model: RunModel, late: Callable[[str], None] | None = None) -> li
     if config.rollout.program == "environment":
         try_environment(config, prompt, ["", str(prompt.metadata.get("answer", "1"))])
     if config.rollout.program == "agent" and config.rollout.agent.function is not None:
-        load_agent(config.rollout.agent.function)
+        load_agent(config.rollout.agent.function, config.rollout.agent.function_options)
     for scored_prompt in scored:
         _score_prompt(late, config, scored_prompt, tokenizer)
     return list(_hints(config, tokenizer, prompt))

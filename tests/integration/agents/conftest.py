@@ -39,9 +39,10 @@ async def make_mesh(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Cal
 
 
 @pytest.fixture
-async def tools_mesh(
+async def make_tools_mesh(
     server: EmbeddedServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[AgentMesh]:
+) -> AsyncIterator[Callable[..., Any]]:
+    """``await make_tools_mesh(data={...})``: a run of the model that calls tools, with these sections changed."""
     source = trained(tmp_path_factory.getbasetemp() / "tool-model")
 
     def write(folder: Path, seed: int) -> Path:
@@ -50,10 +51,22 @@ async def tools_mesh(
             (folder / file.name).write_bytes(file.read_bytes())
         return folder
 
-    sections: dict[str, Any] = {
-        "rollout": {"agent": {"contexts": "free"}, "max_new_tokens": 700},
-        "generator": {"max_context_tokens": 900},
-        "agents": {"renderer": "qwen3"},
-    }
-    async with agent_mesh(tmp_path / tmp_path.name, server, write=write, **sections) as mesh:
-        yield mesh
+    async with AsyncExitStack() as stack:
+
+        async def make(**sections: Any) -> AgentMesh:
+            base: dict[str, Any] = {
+                "rollout": {"agent": {"contexts": "free"}, "max_new_tokens": 700},
+                "generator": {"max_context_tokens": 900},
+                "agents": {"renderer": "qwen3"},
+            }
+            return await stack.enter_async_context(
+                agent_mesh(tmp_path / tmp_path.name, server, write=write, **base, **sections)
+            )
+
+        yield make
+
+
+@pytest.fixture
+async def tools_mesh(make_tools_mesh: Callable[..., Any]) -> AgentMesh:
+    mesh: AgentMesh = await make_tools_mesh()
+    return mesh

@@ -56,7 +56,7 @@ def not_async(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
 
 async def test_rewards_of_the_function_are_trained_with_the_tokens_of_its_calls(tools_mesh: AgentMesh) -> None:
     mesh = tools_mesh
-    async with mesh.api() as api, hosted_agent(api.service, api.app, adding, TOKEN, api.shutdown):
+    async with mesh.api() as api, hosted_agent(api.service, api.app, adding, TOKEN, api.url, api.shutdown):
         for step in (1, 2, 3):
             batch = await mesh.batch(step)
             for trajectory in (t for group in batch.groups for t in group.trajectories):
@@ -72,7 +72,7 @@ async def test_rewards_of_the_function_are_trained_with_the_tokens_of_its_calls(
 async def test_a_rollout_that_fails_or_hangs_costs_its_own_trajectory(tools_mesh: AgentMesh) -> None:
     mesh = tools_mesh
     mesh.config.rollout.agent.__dict__["idle_timeout_seconds"] = 3.0
-    async with mesh.api() as api, hosted_agent(api.service, api.app, faulty, TOKEN, api.shutdown):
+    async with mesh.api() as api, hosted_agent(api.service, api.app, faulty, TOKEN, api.url, api.shutdown):
         kinds: Counter[OutcomeKind] = Counter()
         for step in (1, 2):
             batch = await mesh.batch(step)
@@ -88,4 +88,4 @@ async def hung(api: Any) -> bool:
 
 def test_what_is_no_coroutine_function_is_refused_with_the_field() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.agent\.function: .* must be an async function of \(client, row\)"):
-        load_agent(f"{__name__}:not_async")
+        load_agent(f"{__name__}:not_async", {})

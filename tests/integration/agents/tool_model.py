@@ -14,12 +14,18 @@ from ...kit.chat_tokenizers import CHATML
 from ...kit.family_tokenizers import write_family_tokenizer
 
 QUESTION = {"role": "user", "content": "what is 2 + 3?"}
+# As an MCP server describes a function of two integers.
 ADD = {
     "type": "function",
     "function": {
         "name": "add",
         "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        "parameters": {
+            "properties": {"a": {"title": "A", "type": "integer"}, "b": {"title": "B", "type": "integer"}},
+            "required": ["a", "b"],
+            "title": "addArguments",
+            "type": "object",
+        },
     },
 }
 SAID = [

@@ -20,8 +20,8 @@ SECTIONS_THAT_MAY_CHANGE = ("launcher", "network", "telemetry", "security", "gat
 MAY_CHANGE: dict[str, str] = {
     "data": "max_prompt_tokens",
     "rollout": (
-        "agent.idle_timeout_seconds agent.open_on_first_call environment_timeout_seconds partial_save_tokens "
-        "chunk_timeout_seconds placement worker_concurrency"
+        "agent.function_options agent.idle_timeout_seconds agent.open_on_first_call environment_timeout_seconds "
+        "partial_save_tokens chunk_timeout_seconds placement worker_concurrency"
     ),
     "reward": "address timeout_seconds workers memory_limit_bytes",
     "schedule": "cut_order part_groups segment_tokens pool_size straggler_timeout_seconds max_filtered_in_a_row",

@@ -6,6 +6,7 @@ import inspect
 import numbers
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,6 +23,8 @@ BUILT_IN: Mapping[str, str] = {
     "openenv": "rollmesh.tasks.environments.openenv:OpenEnvEnvironment",
 }
 """Environments by their name in the run file, as ``module:Class``, imported when they are used."""
+BUILT_IN_AGENTS: Mapping[str, str] = {"verifiers": "rollmesh.tasks.environments.verifiers_agent:VerifiersAgent"}
+"""Agents by their name in the run file, as ``module:Class``, whose objects are agent functions."""
 
 
 class EnvironmentFailed(RollmeshError, RuntimeError):
@@ -105,13 +108,23 @@ class SnapshotEnvironment(Environment, Protocol):
         """Continue from a snapshot; called after ``reset``, instead of the turns that the snapshot covers."""
 
 
-AgentFunction = Callable[[Any, Mapping[str, Any]], Awaitable[float]]
-"""Agent of a user: ``async def rollout(client, row) -> reward``, with an OpenAI client and the session's JSON."""
+AgentFunction = Callable[[Any, Mapping[str, Any]], Awaitable[float | Mapping[str, Any]]]
+"""Agent: ``async def rollout(client, row) -> reward``, with an OpenAI client and the session's JSON. The reward is a
+number, or the body of POST /v1/sessions/ID/reward."""
 
 
-def load_agent(target: str) -> AgentFunction:
-    """Import the function that ``rollout.agent.function`` names; ConfigError if it is no coroutine function of two."""
-    return load_function(target, "rollout.agent.function", ("client", "row"), {}, coroutine=True)
+def load_agent(target: str, options: Mapping[str, Any]) -> AgentFunction:
+    """Return the agent that ``rollout.agent.function`` names, with ``rollout.agent.function_options`` as keywords.
+
+    Raises ConfigError if it is neither built-in nor a coroutine function of a client, a row and the options.
+    """
+    field = "rollout.agent.function"
+    if (built_in := BUILT_IN_AGENTS.get(target)) is not None:
+        agent: AgentFunction = call_target(load_target(built_in, field), target, field, options, f"{field}_options")
+        return agent
+    if ":" not in target:
+        raise ConfigError(f"{field}: {target!r} is not one of {', '.join(BUILT_IN_AGENTS)}, and not module:function")
+    return partial(load_function(target, field, ("client", "row"), options, coroutine=True), **options)
 
 
 def environment_factory(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:

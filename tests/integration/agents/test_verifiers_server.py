@@ -1,0 +1,144 @@
+"""Rollouts by a real environment server of verifiers: rewards and exact tokens, its tools, its death in an episode."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.agents.hosted_agent import hosted_agent
+from rollmesh.runtime.addresses import free_port
+from rollmesh.tasks.environments.environment_protocol import load_agent
+from rollmesh.types import OutcomeKind, Trajectory
+
+from ...kit.environments import python_of
+from .agent_mesh import TOKEN, AgentMesh, Api
+from .tool_model import ADD
+
+ENVIRONMENTS = Path(__file__).parents[2] / "environments"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "environments.md"
+
+
+def script(name: str, **changes: str) -> dict[str, Any]:
+    """A script of the document, with texts in it replaced, in the environment of verifiers."""
+    code = DOCUMENT.read_text().split(f"<!-- {name} -->")[1].split("```python\n")[1].split("```")[0]
+    for before, after in changes.items():
+        assert before in code
+        code = code.replace(before, after)
+    environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS), "ROLLMESH_API_KEY": TOKEN, "OMP_NUM_THREADS": "1"}
+    return {"args": [str(python_of("verifiers")), "-c", code, "verifiers_sums"], "env": environment}
+
+
+@contextmanager
+def serving(address: str, folder: Path, harness: str = "verifiers_sums") -> Iterator[None]:
+    """An environment server process; it is killed at the end."""
+    with (folder / "environment.log").open("ab") as log:
+        starting = script("serve", **{"tcp://127.0.0.1:5000": address, "null": harness})
+        process = subprocess.Popen(**starting, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def write_rows(file: Path, **changes: Any) -> dict[str, Any]:
+    """Rows with the taskset's tasks, as a run's source."""
+    done = subprocess.run(**script("tasks"), capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    for row in rows:
+        row["task_data"] = json.dumps(json.loads(row["task_data"]) | {"tools": [ADD], **changes})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return {"source": {"type": "jsonl", "path": str(file), "chat": True}}
+
+
+@asynccontextmanager
+async def agent(mesh: AgentMesh, address: str) -> AsyncIterator[Api]:
+    function = load_agent("verifiers", {"address": address})
+    async with mesh.api() as api, hosted_agent(api.service, api.app, function, TOKEN, api.url, api.shutdown):
+        yield api
+        api.shutdown.set()
+
+
+def trajectories(batch: Any) -> list[Trajectory]:
+    return [trajectory for group in batch.groups for trajectory in group.trajectories]
+
+
+def check_exact(mesh: AgentMesh, trajectory: Trajectory) -> None:
+    """The row's answer decides the reward, and the tokens are those of the whole conversation."""
+    assert trajectory.outcome is not None and trajectory.outcome.kind is OutcomeKind.SCORED
+    right = float(json.loads(trajectory.prompt.metadata["task_data"])["answer"] == 5)
+    assert trajectory.outcome.value == 2 * right  # its weight
+    assert trajectory.outcome.parts == {"agent": 2 * right, "right": right, "turns": 2.0}
+    text = mesh.tokenizer.decode(trajectory.response_ids, special_tokens=True)
+    assert text.endswith("It is 5.<|im_end|>") and "<tool_response>\n5\n</tool_response>" in text
+
+
+async def test_rewards_and_metrics_of_the_environment_are_recorded_with_exact_tokens(
+    make_tools_mesh: Callable[..., Any], tmp_path: Path
+) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    mesh = await make_tools_mesh(data=write_rows(tmp_path / "rows.jsonl"))
+    with serving(address, tmp_path):
+        async with agent(mesh, address) as api:
+            values = set()
+            for step in (1, 2, 3):
+                for trajectory in trajectories(await mesh.batch(step)):
+                    check_exact(mesh, trajectory)
+                    values.add(trajectory.outcome.value)
+            assert values == {0.0, 2.0}
+        assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
+        assert api.value("rollmesh_agents_drift_total", outcome="restarted") == 0
+
+
+async def test_an_environment_server_killed_in_an_episode_costs_its_rollouts_alone(
+    make_tools_mesh: Callable[..., Any], tmp_path: Path
+) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    gate = tmp_path / "gate"
+    mesh = await make_tools_mesh(
+        data=write_rows(tmp_path / "rows.jsonl", gate=str(gate)), schedule={"pool_size": 4, "groups_per_batch": 1}
+    )
+    async with agent(mesh, address) as api:
+        with serving(address, tmp_path):
+            calls = {"endpoint": "chat", "recorded": "yes", "outcome": "answered"}
+            await mesh.until("tools wait", lambda: arrived(api, "rollmesh_agents_calls_total", 4, **calls))
+        await mesh.until("rollouts have failed", lambda: failed(mesh, 4))
+        gate.touch()
+        with serving(address, tmp_path):
+            for step in (1, 2):
+                for trajectory in trajectories(await mesh.batch(step)):
+                    check_exact(mesh, trajectory)
+    counts = await mesh.store.mesh.counts()
+    assert counts.totals["scored_total"] == counts.totals["finished_total"] - counts.totals["unscorable_total"]
+
+
+async def arrived(api: Api, name: str, least: int, **labels: str) -> bool:
+    return api.value(name, **labels) >= least
+
+
+async def failed(mesh: AgentMesh, least: int) -> bool:
+    counts = await mesh.store.mesh.counts()
+    return bool(counts.totals.get("unscorable_total", 0) >= least)
+
+
+@pytest.mark.long  # it starts a process for each episode
+async def test_a_harness_and_a_tool_server_of_the_package_work_unchanged(
+    make_tools_mesh: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUMS_TOOLS", "1")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    mesh = await make_tools_mesh(
+        data=write_rows(tmp_path / "rows.jsonl"), schedule={"pool_size": 2, "groups_per_batch": 1}
+    )
+    with serving(address, tmp_path, "null"):
+        async with agent(mesh, address) as api:
+            for trajectory in trajectories(await mesh.batch(1)):
+                check_exact(mesh, trajectory)
+        assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
