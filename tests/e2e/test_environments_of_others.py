@@ -51,13 +51,29 @@ def assert_trained(line: CommandLine) -> None:
     assert_rescored(line.audit())
 
 
-def test_a_gymnasium_like_class_beside_the_run_file_trains(small_run, tmp_path: Path) -> None:
-    line = environment_run(small_run, tmp_path, "gymnasium", {"target": "claims:Claims", "action": {"!": 1, "?": 0}})
+def trained(small_run: Callable[..., CommandLine], folder: Path, options: dict[str, Any]) -> CommandLine:
+    """A run in a Gymnasium environment that was validated and has ended."""
+    line = environment_run(small_run, folder, "gymnasium", options)
     validated = line.run("config", "validate", str(line.run_file))
     assert validated.returncode == 0, validated.stdout + validated.stderr
     done = line.run("up", str(line.run_file), "--inline")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_trained(line)
+    return line
+
+
+def test_a_gymnasium_like_class_beside_the_run_file_trains(small_run, tmp_path: Path) -> None:
+    assert_trained(trained(small_run, tmp_path, {"target": "claims:Claims", "action": {"!": 1, "?": 0}}))
+
+
+@pytest.mark.long
+def test_a_registered_environment_of_gymnasium_trains(small_run, tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    # From the corner: a claim is a step up, which costs 1, anything else a step to the right, into the cliff: 100.
+    options = {"target": "gymnasium:CliffWalking-v1", "action": {"!": 0, "?": 1}, "replayable": True}
+    line = trained(small_run, tmp_path, options)
+    rewards = {sample["reward"] for sample in line.json_lines("samples.jsonl")}
+    assert len(rewards) > 1 and rewards <= {0.0, -1.0, -2.0, -100.0, -101.0, -200.0}
+    assert_rescored(line.audit())
 
 
 @pytest.mark.long

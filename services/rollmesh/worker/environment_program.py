@@ -39,6 +39,7 @@ from rollmesh.worker.turns import Snapshot, Turn, turns_of
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")
+_MOST_CHARACTERS_PER_TOKEN = 100
 
 
 class _Episode:
@@ -292,6 +293,9 @@ class EnvironmentProgram:
 
     async def _append_reply(self, rollout: RolloutContext, reply: EnvironmentReply, durable: bool) -> bool:
         """Append the environment's text; returns False if the budget has no room for it and one more token."""
+        # Megabytes would hold up all other trajectories here; the tokens of a text have some 4 characters.
+        if len(reply.text) > _MOST_CHARACTERS_PER_TOKEN * rollout.remaining_tokens:
+            return False
         ids = self._tokenizer.encode(reply.text)
         if len(ids) >= rollout.remaining_tokens:
             return False

@@ -137,12 +137,14 @@ async def test_the_documented_run_plays(server):
         assert (await episode.say("hello")).text == "hello"
 
 
-async def test_an_error_of_the_environment_is_an_error_of_its_episode_alone(server):
-    async with Episode(f"{server.url}/hunt") as failing, Episode(f"{server.url}/hunt", prompt(seed=32)) as other:
-        with pytest.raises(OpenEnvFailed, match="invalid literal for int") as failed:
-            await failing.say("many")
-        assert failed.value.code == "EXECUTION_ERROR"
-        assert (await other.say("42")).done
+async def test_what_an_environment_does_not_take_is_told_and_other_errors_end_the_episode(server):
+    async with Episode(f"{server.url}/hunt", prompt(seed=32)) as episode:
+        told = await episode.say("many")
+        assert told.text == "error: step: invalid literal for int() with base 10: 'many'" and not told.done
+        assert (await episode.say("42")).done
+    with pytest.raises(OpenEnvFailed, match="reset: .*NoneType") as failed:
+        await Episode(f"{server.url}/hunt", prompt(low=None), reset_fields=["low"]).__aenter__()
+    assert failed.value.code == "EXECUTION_ERROR"
     with pytest.raises(OpenEnvFailed, match="Field required") as refused:
         async with Episode(f"{server.url}/hunt", field="guess") as episode:
             await episode.say("1")

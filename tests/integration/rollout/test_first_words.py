@@ -62,6 +62,21 @@ async def test_the_reward_of_the_first_words_is_that_of_an_episode_without_a_tur
     assert reward.batches == []
 
 
+class TalksTooMuch(CountingEnvironment):
+    async def step(self, response_text, idempotency_key):
+        return EnvironmentReply(text="w8 " * 10_000_000, done=False, reward=2.0)
+
+
+async def test_a_reply_of_megabytes_is_not_even_tokenized_and_ends_the_episode(store, tokenizer):
+    async with whole_mesh(
+        store, ScriptedGenerator("a", stop_every=TURN), program=program_of(TalksTooMuch, tokenizer, [])
+    ) as run:
+        batch = await run.trainer.train(1)
+    assert {(t.finish_reason, len(t.response_ids), t.shaped_reward) for t in members(batch)} == {
+        (FinishReason.LENGTH, TURN, 2.0)
+    }
+
+
 @pytest.mark.parametrize(
     ("first", "reason"),
     [

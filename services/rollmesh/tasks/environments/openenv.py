@@ -98,9 +98,12 @@ class OpenEnvEnvironment:
         try:
             seen = await self._session.ask("step", action, "observation")
         except OpenEnvFailed as error:
-            # The policy has written the fields itself: it can learn from what the server says of them.
-            if error.code == "VALIDATION_ERROR" and self._action in ("json", "tool"):
-                raise UnreadableAction(str(error)) from error
+            # The session goes on after both, and the policy can learn what the environment does not take; but the
+            # fields of an action may be those of the options.
+            if error.code == "EXECUTION_ERROR" or (
+                error.code == "VALIDATION_ERROR" and self._action in ("json", "tool")
+            ):
+                raise UnreadableAction(error.said) from error
             raise
         observation = seen["observation"]
         is_result = self._has_tools and "tool_name" in observation

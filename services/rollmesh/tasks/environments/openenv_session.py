@@ -27,6 +27,7 @@ class OpenEnvFailed(EnvironmentFailed):
     def __init__(self, url: str, code: str, message: str) -> None:
         super().__init__(f"environment: {url}: {message} ({code})")
         self.code = code
+        self.said = message
 
 
 class OpenEnvSession:
@@ -72,11 +73,12 @@ class OpenEnvSession:
             # The server may close after an error; the error is read then.
             with suppress(aiohttp.ClientConnectionResetError):
                 await self._socket.send_json({"type": kind, "data": data})
-        received, said = self._read(await self._incoming, kind)
+        message = await self._incoming
+        self._incoming = asyncio.create_task(self._socket.receive())
+        received, said = self._read(message, kind)
         if unasked or received != answer:
             what = "with nothing asked" if unasked else f"to a {kind}"
             raise OpenEnvFailed(self._url, "OUT_OF_ORDER", f"the server answers {what} by a message {received!r}")
-        self._incoming = asyncio.create_task(self._socket.receive())
         return said
 
     async def call(self, method: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
