@@ -37,6 +37,11 @@ def keep_tokens(segments: Sequence[Segment], count: int) -> tuple[tuple[Segment,
     return tuple(kept), cut
 
 
+def sampled_count(segments: Iterable[Segment]) -> int:
+    """Return the number of tokens that a policy wrote."""
+    return sum(len(segment) for segment in segments if segment.source is SegmentSource.POLICY)
+
+
 def join_segments(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """Merge adjacent segments with the same source, versions and temperature, in order.
 

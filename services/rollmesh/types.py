@@ -204,6 +204,16 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnReturn:
+    """Return of one turn of the policy."""
+
+    end: int
+    """Tokens of the trajectory that a policy wrote, up to the end of the turn."""
+    value: float
+    """Sum of the rewards from this turn on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutcome:
     """Typed result of scoring one trajectory; a time-out is never a silent 0."""
 
@@ -211,6 +221,10 @@ class RewardOutcome:
     value: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     message: str = ""
+    turns: tuple[TurnReturn, ...] = ()
+    """Returns of the turns in order (credit by turn); empty for one return of the whole trajectory."""
+    shared_by: str = ""
+    """Session whose agents share the reward (shared credit)."""
 
     @property
     def verdict(self) -> float | None:

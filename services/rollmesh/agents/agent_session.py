@@ -101,6 +101,7 @@ class AgentSession:
             "group_id": self.group_id,
             "trajectories": [trajectory.describe() for trajectory in self.trajectories],
             "drift_count": self.drift_count,
+            "turn_count": self.newest.mark.turn_count if self.trajectories else 0,
             "reward": self.reward,
             "idle_seconds_left": max(0.0, self.deadline - time.monotonic()),
         }
@@ -269,7 +270,9 @@ class SessionTrajectory:
 
     def drop_turns(self, drift_count: int) -> None:
         """Drop the turns: the trajectory restarts, and its next turn is the first one."""
-        self.mark = replace(self.mark, turn={}, drift_count=drift_count)
+        self.mark = replace(
+            self.mark, turn={}, turn_starts=(), first_turn=self.mark.turn_count, drift_count=drift_count
+        )
         self.turn, self.finish_reason = None, ""
 
     def mark_lost(self, why: str) -> None:

@@ -183,7 +183,7 @@ async def openai_service(
             agents = Agents(
                 session_manager=session_manager,
                 recorded=RecordedCalls(tokenizer, session_manager, worker, metrics, settings),
-                rewards=Rewards(session_manager, settings.budget),
+                rewards=Rewards(session_manager, settings.budget, config.trainer.algorithm.credit),
             )
             loops.start(_work(worker, deps.session, health, stop), "agents-worker")
             loops.start(_sweep(session_manager, stop), "agents-sweep")

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from rollmesh.agents.openai_messages import Closed, Message, TemplateValue, Text, Tool, is_empty, whole_characters
 from rollmesh.config.section import greedy_or_resolvable
 from rollmesh.types import LARGEST_REWARD
+from rollmesh.worker.turns import returns_of
 
 MOST_CHOICES = 32
 MOST_ANSWERS = 128
@@ -357,10 +358,12 @@ class SessionRequest(Closed):
 
 
 class RewardRequest(Closed):
-    """POST /v1/sessions/{id}/reward: exactly one of reward, error and verify."""
+    """POST /v1/sessions/{id}/reward: reward or turns or both, or error, or verify."""
 
     reward: Reward | None = None
-    """Value of the agent's work."""
+    """Value of the agent's work; beside turns, what its end adds to them."""
+    turns: list[Reward] | None = Field(default=None, min_length=1)
+    """Rewards of the session's answers, one each and in order (trainer.algorithm.credit: turn)."""
     error: Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(whole_characters)] | None = None
     """Reason for a missing value; the run's reward.on_error decides its effect."""
     verify: bool = False
@@ -370,10 +373,24 @@ class RewardRequest(Closed):
 
     @model_validator(mode="after")
     def _one_word(self) -> RewardRequest:
-        if sum((self.reward is not None, self.error is not None, self.verify)) != 1:
+        valued = self.reward is not None or self.turns is not None
+        if sum((valued, self.error is not None, self.verify)) != 1:
             raise ValueError(
-                "reward: give exactly one of reward (a number), error (the reason for a missing number), verify: true"
+                "reward: give exactly one of reward (a number) with or without turns, error (the reason for a missing "
+                "number), verify: true"
             )
-        if self.parts and self.reward is None:
+        if self.parts and not valued:
             raise ValueError("parts: allowed only together with reward")
+        largest = max(self.returns(1), key=abs)
+        if abs(largest) > LARGEST_REWARD:
+            raise ValueError(f"turns: rewards that sum up to {largest:g}, expected at most {LARGEST_REWARD:g} in size")
         return self
+
+    @property
+    def value(self) -> float | None:
+        """Reward of the whole session; None without one."""
+        return None if self.reward is None and self.turns is None else self.returns(1)[0]
+
+    def returns(self, turn_count: int) -> list[float]:
+        """Return the return of every turn; without rewards by turn, of so many turns."""
+        return returns_of([0.0] * turn_count if self.turns is None else self.turns, self.reward or 0.0)

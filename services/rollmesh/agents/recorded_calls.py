@@ -252,7 +252,8 @@ class RecordedCalls:
             await rollout.save(active)
         mark = mark_turn(request.context, active.token_count)
         trajectory.turn, trajectory.finish_reason = None, ""
-        await trajectory.save_mark(rollout, turn=asdict(mark))
+        starts = (*trajectory.mark.turn_starts, mark.at)
+        await trajectory.save_mark(rollout, turn=asdict(mark), turn_starts=starts)
         turn = AnswerTurn(self._tokenizer, active.context_ids(), request.stops)
         return self._answer(call, turn, mark.at)
 

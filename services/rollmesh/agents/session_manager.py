@@ -150,6 +150,7 @@ class SessionManager:
             trajectory_index=session.newest.mark.trajectory_index + 1,
             start_time=session.start_time,
             drift_count=session.drift_count,
+            first_turn=session.newest.mark.turn_count,
         )
         trajectory = self._trajectories[trajectory_id] = SessionTrajectory(session, mark)
         session.trajectories.append(trajectory)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession, SessionTrajectory, session_ended
 from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid
 from rollmesh.agents.openai_requests import RewardRequest
 from rollmesh.agents.session_manager import SessionManager
-from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, SegmentSource
+from rollmesh.segments import keep_tokens, sampled_count
+from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, TurnReturn
 from rollmesh.worker.agent_mark import AgentMark
 
 _LEASE_WAIT_SECONDS = 60.0
@@ -21,10 +23,11 @@ _SCORE_SECONDS = 120.0
 class Rewards:
     """Recorder of posted rewards; a recorded reward ends the session."""
 
-    def __init__(self, session_manager: SessionManager, budget: int) -> None:
+    def __init__(self, session_manager: SessionManager, budget: int, credit: str) -> None:
         """``budget``: tokens of a response; a response that used them all ends as ``length``."""
         self._session_manager = session_manager
         self._budget = budget
+        self._credit = credit
 
     async def post(self, session: AgentSession, request: RewardRequest) -> None:
         """Record the reward; repeating the same reward changes nothing, and a different one raises OpenAiError."""
@@ -60,18 +63,41 @@ class Rewards:
                 "scores one; post a value",
                 "verify",
             )
-        outcome = _outcome(request)
+        returns = request.returns(session.newest.mark.turn_count)
+        self._check_turns(session, request)
         for trajectory in trajectories:
             if not trajectory.mark.ended:
                 rollout = await trajectory.wait_ready(time.monotonic() + _LEASE_WAIT_SECONDS)
+                outcome = _outcome(request)
+                if outcome is not None and self._credit == "shared":
+                    outcome = replace(outcome, shared_by=session.session_id)
+                if outcome is not None and self._credit == "turn" and request.value is not None:
+                    outcome = replace(outcome, turns=_turn_returns(trajectory, returns))
                 await trajectory.save_mark(
                     rollout, outcome=outcome, ask_verifier=request.verify, finish_reason=self._reason(trajectory)
                 )
             trajectory.notify()
         recorded = [await trajectory.wait_recorded(time.monotonic() + _SCORE_SECONDS) for trajectory in trajectories]
-        self._session_manager.end(session, "rewarded" if any(recorded) else "lost", request.reward)
+        self._session_manager.end(session, "rewarded" if any(recorded) else "lost", request.value)
         if not any(recorded):
             raise gone("the queue has dropped the session's group before the reward arrived", "session_ended")
+
+    def _check_turns(self, session: AgentSession, request: RewardRequest) -> None:
+        if request.turns is None:
+            return
+        if self._credit != "turn":
+            raise invalid(
+                f"turns: this run has no rewards by turn (trainer.algorithm.credit={self._credit}); post a reward",
+                "turns",
+                "no_rewards_by_turn",
+            )
+        if len(request.turns) != (count := session.newest.mark.turn_count):
+            raise invalid(
+                f"turns: {len(request.turns)} rewards, but the session recorded {count} answers (turn_count); post one "
+                "for each, in order",
+                "turns",
+                "wrong_turn_count",
+            )
 
     def _reason(self, trajectory: SessionTrajectory) -> str:
         assert trajectory.active is not None
@@ -88,9 +114,7 @@ def check_repeated(session: EndedSession, request: RewardRequest) -> None:
 
 def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequest) -> None:
     """Accept a repeated post after a lost response; reject a different reward."""
-    mark = next(mark for mark in reversed(marks) if mark.ended)
-    recorded, posted = (None if o is None else (o.kind, o.value) for o in (mark.outcome, _outcome(request)))
-    if mark.ask_verifier != request.verify or recorded != posted:
+    if any(mark.ended and _differs(mark, request) for mark in marks):
         raise OpenAiError(
             422,
             f"session {session_id} already has a different reward; a recorded reward cannot be changed",
@@ -99,8 +123,18 @@ def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequ
         )
 
 
+def _differs(mark: AgentMark, request: RewardRequest) -> bool:
+    posted = _outcome(request)
+    if mark.outcome is None or posted is None:
+        return mark.outcome is not posted
+    returns = request.returns(mark.turn_count)[mark.first_turn : mark.turn_count]
+    return (mark.outcome.kind, mark.outcome.value) != (posted.kind, posted.value) or (
+        bool(mark.outcome.turns) and [turn.value for turn in mark.outcome.turns] != returns
+    )
+
+
 def _sampled(trajectory: SessionTrajectory) -> bool:
-    return trajectory.active is not None and any(s.source is SegmentSource.POLICY for s in trajectory.active.segments)
+    return trajectory.active is not None and sampled_count(trajectory.active.segments) > 0
 
 
 def _outcome(request: RewardRequest) -> RewardOutcome | None:
@@ -108,7 +142,17 @@ def _outcome(request: RewardRequest) -> RewardOutcome | None:
         return None
     if request.error is not None:
         return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=f"agent: {request.error}")
-    assert request.reward is not None
-    return RewardOutcome(
-        kind=OutcomeKind.SCORED, value=request.reward, parts={"agent": request.reward, **request.parts}
+    assert request.value is not None
+    return RewardOutcome(kind=OutcomeKind.SCORED, value=request.value, parts={"agent": request.value, **request.parts})
+
+
+def _turn_returns(trajectory: SessionTrajectory, returns: Sequence[float]) -> tuple[TurnReturn, ...]:
+    """Return the returns of a trajectory's own turns; ``returns`` are those of the session."""
+    assert trajectory.active is not None
+    mark, segments = trajectory.mark, trajectory.active.segments
+    ends = (*mark.turn_starts[1:], trajectory.active.token_count)
+    own = returns[mark.first_turn : mark.turn_count]
+    return tuple(
+        TurnReturn(end=sampled_count(keep_tokens(segments, end)[0]), value=value)
+        for end, value in zip(ends, own, strict=True)
     )

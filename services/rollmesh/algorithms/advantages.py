@@ -20,7 +20,10 @@ _MEDIAN_EPSILON = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryColumns:
-    """The trajectories of a whole batch; every tensor is on the CPU, float64 [trajectories] unless noted."""
+    """The trajectories of a whole batch; every tensor is on the CPU, float64 [trajectories] unless noted.
+
+    With ``trainer.algorithm.credit: turn`` or ``shared`` turns or sessions stand for trajectories.
+    """
 
     rewards: Tensor
     """Shaped rewards."""

@@ -28,7 +28,7 @@ class MaskInput:
     entropy: Tensor | None
     """Entropy of the same policy in nats; None if no mask needs it."""
     advantages: Tensor
-    """Advantage of the trajectory, repeated for each of its tokens."""
+    """Advantage of the token's trajectory, or of its turn or session (``trainer.algorithm.credit``)."""
     solved: Tensor
     """bool, True for the tokens of a trajectory with a positive outcome."""
     mask: Tensor

@@ -29,6 +29,8 @@ class AdvantageMethod(Method):
     """Reads which answers are right instead of the shaped rewards."""
     uses_equal_rewards: bool = False
     """Trains on groups whose rewards are all equal."""
+    of_returns: bool = False
+    """Reads nothing but the returns of a group, so that a turn or a session has one as well as a trajectory."""
     group_spread: bool = False
     """Divides by the spread of the rewards of a group."""
 
@@ -97,23 +99,26 @@ ADVANTAGES = Point(
     field="trainer.algorithm.advantage",
     module="rollmesh.algorithms.advantages",
     inputs=("TrajectoryColumns",),
-    own=AdvantageMethod("your code", compares="none", whole_batch=True),
+    own=AdvantageMethod("your code", compares="none", whole_batch=True, of_returns=True),
     methods={
         "grpo": AdvantageMethod(
             "DeepSeekMath, arXiv 2402.03300",
             options=GrpoOptions,
             group_spread=True,
+            of_returns=True,
             deviation="ddof 1, which the source leaves open, as in the code of CoPRIS",
         ),
         "dr_grpo": AdvantageMethod(
             "Understanding R1-Zero-Like Training, arXiv 2503.20783",
+            of_returns=True,
             deviation="the advantage only, not its aggregation, which divides every answer by a constant length",
         ),
-        "rloo": AdvantageMethod("Back to Basics, arXiv 2402.14740"),
+        "rloo": AdvantageMethod("Back to Basics, arXiv 2402.14740", of_returns=True),
         "reinforce_pp": AdvantageMethod(
             "REINFORCE++, arXiv 2501.03262",
             compares="batch",
             whole_batch=True,
+            of_returns=True,
             deviation="every trajectory weighs the same, where the source normalises token by token; no KL in the "
             "reward",
         ),

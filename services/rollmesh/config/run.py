@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from rollmesh.config.advantage_methods import ADVANTAGES
 from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.data import CountdownSource, DataConfig, MixtureSource
 from rollmesh.config.generator import ENGINE_SECTIONS, GeneratorConfig
@@ -195,6 +196,32 @@ def _advantage_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"schedule.filter_zero_variance=true with trainer.algorithm.advantage={name} would drop groups that {name} "
             "trains on; set false"
+        )
+    yield from _credit_problems(config)
+
+
+def _credit_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the settings with which a turn or a session cannot have the reward."""
+    algorithm, program = config.trainer.algorithm, config.rollout.program
+    field = f"trainer.algorithm.credit={algorithm.credit}"
+    if algorithm.credit == "trajectory":
+        return
+    if not algorithm.advantage_method.of_returns:
+        yield (
+            f"{field} with trainer.algorithm.advantage={algorithm.advantage}, which reads more of a trajectory than "
+            f"its reward; set advantage={listed(ADVANTAGES.names(of_returns=True), 'or')}, or credit=trajectory"
+        )
+    if algorithm.credit == "turn" and program == "single_turn":
+        yield f"{field} with rollout.program=single_turn, whose trajectories have one turn; set credit=trajectory"
+    if algorithm.credit == "turn" and config.schedule.filter_zero_variance:
+        yield (
+            f"schedule.filter_zero_variance=true with {field} would drop groups of equal rewards whose turns differ; "
+            "set false"
+        )
+    if algorithm.credit == "shared" and program != "agent":
+        yield (
+            f"{field} with rollout.program={program}: only sessions of agents share a reward; set "
+            "rollout.program=agent or credit=trajectory"
         )
 
 

@@ -64,6 +64,13 @@ class AlgorithmConfig(Section):
     )
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the advantage; ``rollmesh config methods`` lists them."""
+    credit: Literal["trajectory", "turn", "shared"] = Field(
+        default="trajectory",
+        description="What has one reward and one advantage. trajectory: a trajectory; turn: a turn of the policy, by "
+        "the rewards from this turn on, which an agent posts by turn and an environment returns with its replies; "
+        "shared: a session of an agent with all sessions of its sub-agents. turn and shared need an advantage "
+        f"of returns alone: {listed(ADVANTAGES.names(of_returns=True), 'or')}, or your code.",
+    )
     loss: str = Field(
         default="ppo_clip",
         json_schema_extra={"examples": [*LOSSES.methods, "module:function"]},

@@ -172,5 +172,6 @@ def _program(config: RunConfig, tokenizer: Tokenizer, metrics: RolloutMetrics) -
         stop_token_ids=tokenizer.eos_token_ids,
         max_turns=config.rollout.max_turns,
         timeout_seconds=config.rollout.environment_timeout_seconds,
+        by_turn=config.trainer.algorithm.credit == "turn",
         metrics=metrics,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from rollmesh.types import (
     Segment,
     SegmentSource,
     Trajectory,
+    TurnReturn,
 )
 from rollmesh.v1 import trajectory_pb2 as pb
 
@@ -46,6 +48,7 @@ _SOURCE_BACK: dict[Any, SegmentSource] = {v: k for k, v in _SOURCE.items()}
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed")
 _SEGMENT_FIELDS = ("policy_version", "kv_min_version", "temperature")
+_OUTCOME_FIELDS = ("value", "message")
 _TRAJECTORY_FIELDS = (
     *("trajectory_id", "group_id", "member_index", "shaped_reward", "birth_version", "traceparent"),
     "cut_token_count",
@@ -187,8 +190,12 @@ def _with_whole_numbers(value: Any) -> Any:
 
 def outcome_to_pb(outcome: RewardOutcome) -> pb.RewardOutcome:
     """Encode an outcome."""
+    credit: dict[str, Any] = {"turns": [asdict(turn) for turn in outcome.turns], "shared_by": outcome.shared_by}
     return pb.RewardOutcome(
-        kind=_OUTCOME[outcome.kind], value=outcome.value, parts=dict(outcome.parts), message=outcome.message
+        **same_fields(outcome, _OUTCOME_FIELDS),
+        kind=_OUTCOME[outcome.kind],
+        parts=dict(outcome.parts),
+        **{name: value for name, value in credit.items() if value},
     )
 
 
@@ -197,7 +204,14 @@ def outcome_from_pb(message: pb.RewardOutcome) -> RewardOutcome:
     kind = _OUTCOME_BACK.get(message.kind)
     if kind is None:
         raise DataError(f"outcome.kind={message.kind}: expected a known kind")
-    return RewardOutcome(kind=kind, value=message.value, parts=dict(message.parts), message=message.message)
+    credit: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    return RewardOutcome(
+        **same_fields(message, _OUTCOME_FIELDS),
+        kind=kind,
+        parts=dict(message.parts),
+        turns=tuple(TurnReturn(end=turn.end, value=turn.value) for turn in credit.get("turns", ())),
+        shared_by=credit.get("shared_by", ""),
+    )
 
 
 def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:

@@ -31,6 +31,10 @@ class AgentMark:
     """Drifts of the session before this trajectory."""
     turn: dict[str, int | str] = field(default_factory=dict)
     """Mark of the newest turn; empty before the first."""
+    first_turn: int = 0
+    """Answers of the session before the first one of this trajectory."""
+    turn_starts: tuple[int, ...] = ()
+    """Tokens after the prompt before each answer of this trajectory."""
     outcome: RewardOutcome | None = None
     """Posted reward; None before it is posted."""
     ask_verifier: bool = False
@@ -42,6 +46,11 @@ class AgentMark:
     def ended(self) -> bool:
         """True once the agent has posted a reward or requested the verifier."""
         return self.outcome is not None or self.ask_verifier
+
+    @property
+    def turn_count(self) -> int:
+        """Answers of the session up to the newest one of this trajectory."""
+        return self.first_turn + len(self.turn_starts)
 
     def to_bytes(self) -> bytes:
         """Encode as JSON."""

@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +32,16 @@ from rollmesh.tasks.environments.environment_protocol import (
     checked_snapshot,
 )
 from rollmesh.text import Tokenizer
-from rollmesh.types import LARGEST_REWARD, FinishReason, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
+from rollmesh.types import (
+    LARGEST_REWARD,
+    FinishReason,
+    OutcomeKind,
+    RewardOutcome,
+    Segment,
+    SegmentSource,
+    Trajectory,
+    TurnReturn,
+)
 from rollmesh.user_code import described
 from rollmesh.worker.active_trajectory import Parked
 from rollmesh.worker.program import RolloutContext, RolloutResult
@@ -43,7 +53,7 @@ _MOST_CHARACTERS_PER_TOKEN = 100
 
 
 class _Episode:
-    """One environment in use, with the turns played so far and the newest reward."""
+    """One environment in use, with the turns played so far and their rewards."""
 
     def __init__(
         self,
@@ -51,14 +61,17 @@ class _Episode:
         trajectory: Trajectory,
         tokenizer: Tokenizer,
         timeout: float,
+        by_turn: bool,
         pinned_version: int | None = None,
     ) -> None:
         self._environment = environment
         self._trajectory = trajectory
         self._tokenizer = tokenizer
         self._timeout = timeout
+        self._by_turn = by_turn
         self._pinned_version = pinned_version
         self._reward: float | None = None
+        self._rewards_before: list[float] = []
         self.turn_count = 0
 
     @property
@@ -78,9 +91,10 @@ class _Episode:
         digest = hashlib.blake2b(f"{self._pinned_version}:".encode(), digest_size=8)
         digest.update(np.concatenate([turn.token_ids for turn in turns]).astype("<i4").tobytes())
         key = f"{self._trajectory.trajectory_id}:{self.turn_count}:{digest.hexdigest()}"
-        operation = f"turn {self.turn_count}"
+        operation, before = f"turn {self.turn_count}", self._reward or 0.0
         reply = self._noted(await self._guarded(self._environment.step(text, key), operation), operation)
         self.turn_count += 1
+        self._rewards_before.append(before)
         return reply
 
     def _noted(self, reply: EnvironmentReply, operation: str) -> EnvironmentReply:
@@ -103,7 +117,13 @@ class _Episode:
             state = checked_snapshot(environment.snapshot())
         except Exception as error:  # as in _guarded
             raise EnvironmentFailed(f"environment: snapshot: {described(error)}") from error
-        return Snapshot(turn_count=self.turn_count, reply=reply, reward=self._reward, state=state).to_bytes()
+        return Snapshot(
+            turn_count=self.turn_count,
+            reply=reply,
+            reward=self._reward,
+            rewards_before=tuple(self._rewards_before),
+            state=state,
+        ).to_bytes()
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore the environment from a snapshot; call it after ``begin``."""
@@ -113,6 +133,7 @@ class _Episode:
         except Exception as error:  # as in _guarded
             raise EnvironmentFailed(f"environment: restore: {described(error)}") from error
         self.turn_count, self._reward = snapshot.turn_count, snapshot.reward
+        self._rewards_before = list(snapshot.rewards_before)
 
     async def aclose(self) -> None:
         """Close the environment; a failure is only logged, because the episode has ended."""
@@ -123,10 +144,9 @@ class _Episode:
                 "environment_not_closed", trajectory=self._trajectory.trajectory_id, message=str(error)
             )
 
-    @property
-    def outcome(self) -> RewardOutcome | None:
-        """Newest reward of the episode; None if the environment returned none."""
-        return outcome_of(self._reward)
+    def outcome(self, turns: Sequence[Turn]) -> RewardOutcome | None:
+        """Return the outcome of the episode, whose response has these turns; None without a reward."""
+        return outcome_of(self._reward, self._rewards_before if self._by_turn else (), turns)
 
     async def _guarded(self, awaitable: Awaitable[T], operation: str) -> T:
         try:
@@ -153,12 +173,15 @@ class EnvironmentProgram:
         max_turns: int,
         timeout_seconds: float,
         metrics: WorkerMetrics,
+        by_turn: bool = False,
     ) -> None:
+        """``by_turn``: a turn has the reward of its reply (``trainer.algorithm.credit: turn``)."""
         self._make = make
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
         self._max_turns = max_turns
         self._timeout = timeout_seconds
+        self._by_turn = by_turn
         self._metrics = metrics
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:
@@ -170,7 +193,7 @@ class EnvironmentProgram:
             await rollout.restart(active)
             self._metrics.restarted.inc()
         try:
-            episode = _Episode(environment, active.trajectory, self._tokenizer, self._timeout, rollout.pinned_version)
+            episode = self._episode(environment, active.trajectory, rollout.pinned_version)
             async with aclosing(episode):
                 first = await episode.begin()
                 if first is not None and not active.token_count:
@@ -180,6 +203,9 @@ class EnvironmentProgram:
             if not durable:
                 active.restart()  # these tokens cannot be resumed, and none of them is saved
             raise
+
+    def _episode(self, environment: Environment, trajectory: Trajectory, pinned_version: int | None = None) -> _Episode:
+        return _Episode(environment, trajectory, self._tokenizer, self._timeout, self._by_turn, pinned_version)
 
     def _make_environment(self) -> Environment:
         """Create an environment; raises EnvironmentFailed if the user's factory fails."""
@@ -207,7 +233,7 @@ class EnvironmentProgram:
         most_turns = self._max_turns if rollout.turns is None else rollout.turns
         while True:
             if reply is not None and reply.done:
-                return RolloutResult(reason=FinishReason.ENVIRONMENT, outcome=episode.outcome)
+                return RolloutResult(reason=FinishReason.ENVIRONMENT, outcome=episode.outcome(self._turns(rollout)))
             # A reply that the policy cannot answer is left out: a verifier might read it as the answer.
             if (
                 episode.turn_count >= most_turns
@@ -215,7 +241,7 @@ class EnvironmentProgram:
                 or rollout.remaining_tokens == 0
                 or await rollout.sample(durable=durable) is not FinishReason.STOP
             ):
-                return RolloutResult(reason=FinishReason.LENGTH, outcome=episode.outcome)
+                return RolloutResult(reason=FinishReason.LENGTH, outcome=episode.outcome(self._turns(rollout)))
             reply = await self._turn(episode, rollout)
 
     async def _turn(self, episode: _Episode, rollout: RolloutContext) -> EnvironmentReply:
@@ -232,20 +258,21 @@ class EnvironmentProgram:
 
     async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
         """Return the environment's reward, from its snapshot or by a replay; None requests the verifier."""
-        turns = [turn for turn in turns_of(trajectory.segments, self._stop_token_ids) if turn.complete]
+        every = turns_of(trajectory.segments, self._stop_token_ids)
+        turns = [turn for turn in every if turn.complete]
         try:
             environment = self._make_environment()
             if not environment.replayable:
                 last = None if snapshot is None else Snapshot.from_bytes(snapshot)
                 if last is not None and last.turn_count == len(turns):
-                    return outcome_of(last.reward)
+                    return outcome_of(last.reward, last.rewards_before if self._by_turn else (), every)
                 message = "the worker and its environment died before the trajectory was scored; the reward is lost"
                 return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
-            async with aclosing(_Episode(environment, trajectory, self._tokenizer, self._timeout)) as episode:
+            async with aclosing(self._episode(environment, trajectory)) as episode:
                 await episode.begin()
                 for count in range(1, len(turns) + 1):
                     await episode.play(turns[:count])
-                return episode.outcome
+                return episode.outcome(every)
         except EnvironmentFailed as error:
             return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
 
@@ -316,11 +343,22 @@ class EnvironmentProgram:
         return True
 
 
-def outcome_of(reward: float | None) -> RewardOutcome | None:
-    """Return the outcome of an episode by its reward; None if the environment returned none."""
+def outcome_of(
+    reward: float | None, rewards_before: Sequence[float] = (), turns: Sequence[Turn] = ()
+) -> RewardOutcome | None:
+    """Return the outcome of an episode by its reward; None if the environment returned none.
+
+    ``rewards_before``, those of the episode before each turn that it played, give every turn the return ``reward -
+    before``, and the last of ``turns`` 0 if it was cut off.
+    """
     if reward is None:
         return None
-    if not abs(reward) <= LARGEST_REWARD:
-        message = f"the environment's reward is {reward}, expected at most {LARGEST_REWARD:g} in size"
+    before = [*rewards_before, *[reward] * (len(turns) - len(rewards_before))] if rewards_before else []
+    returns = [reward - start for start in before]
+    unfit = next((value for value in (reward, *returns) if not abs(value) <= LARGEST_REWARD), None)
+    if unfit is not None:
+        message = f"the environment's reward is {unfit}, expected at most {LARGEST_REWARD:g} in size"
         return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
-    return RewardOutcome(kind=OutcomeKind.SCORED, value=reward, parts={"environment": reward})
+    ends = accumulate(len(turn.token_ids) for turn in turns)
+    by_turn = tuple(TurnReturn(end=end, value=value) for end, value in zip(ends, returns, strict=False))
+    return RewardOutcome(kind=OutcomeKind.SCORED, value=reward, parts={"environment": reward}, turns=by_turn)

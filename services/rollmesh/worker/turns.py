@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -52,6 +53,11 @@ def turns_of(segments: Sequence[Segment], stop_token_ids: Collection[int]) -> li
     return turns
 
 
+def returns_of(rewards: Sequence[float], final: float = 0.0) -> list[float]:
+    """Return ``final + sum_{k >= t} r_k`` for every turn t; ``final`` is a reward of the end."""
+    return list(accumulate(reversed(rewards), initial=final))[:0:-1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """An environment after a completed turn."""
@@ -63,6 +69,8 @@ class Snapshot:
     """Reply to the last of these turns; its tokens may not be saved yet."""
     reward: float | None
     """Newest reward of the episode."""
+    rewards_before: tuple[float, ...] = ()
+    """Reward of the episode before each of these turns."""
     state: bytes
     """Result of ``SnapshotEnvironment.snapshot``."""
 

@@ -47,7 +47,7 @@ class ForgetfulEnvironment(CountingEnvironment):
     replayable = False
 
 
-def program_of(kind, tokenizer, log, *, timeout=60.0, max_turns=8):
+def program_of(kind, tokenizer, log, *, timeout=60.0, max_turns=8, by_turn=False):
     return EnvironmentProgram(
         lambda: kind(log),
         tokenizer,
@@ -55,6 +55,7 @@ def program_of(kind, tokenizer, log, *, timeout=60.0, max_turns=8):
         max_turns=max_turns,
         timeout_seconds=timeout,
         metrics=RolloutMetrics(Metrics("rollout")),
+        by_turn=by_turn,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from rollmesh.agents.answer_stream import AnswerStream, AnswerTurn, Delta, TokenLogprob
 from rollmesh.agents.openai_answers import AnswerFormat, Choice
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory, TurnReturn
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.agent_mark import AgentMark, posted_outcome
 
@@ -194,7 +194,10 @@ def test_a_mark_comes_back_as_it_was_and_tells_the_reward() -> None:
     mark = AgentMark(
         session_id="s", trajectory_index=2, start_time=5.5, drift_count=1,
         turn={"characters": 3, "digest": "ab", "at": 9},
-        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=0.5, parts={"x": 1.0}), finish_reason="environment",
+        outcome=RewardOutcome(
+            kind=OutcomeKind.SCORED, value=0.5, parts={"x": 1.0}, turns=(TurnReturn(end=4, value=0.5),), shared_by="s",
+        ),
+        first_turn=3, turn_starts=(2, 9), finish_reason="environment",
     )  # fmt: skip
     assert AgentMark.from_bytes(mark.to_bytes()) == mark
     assert posted_outcome(mark.to_bytes()) == mark.outcome

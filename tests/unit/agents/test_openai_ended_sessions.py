@@ -123,7 +123,7 @@ async def test_the_idle_time_counts_from_the_end_of_a_reward(monkeypatch: pytest
     held = held_trajectory(0)
     session, run = await opened_session(desk, rollout_of(held))
     held.park(ReleaseReason.PAUSED)
-    post = asyncio.create_task(Rewards(desk, 2 * TOKENS).post(session, RewardRequest(reward=1.0)))
+    post = asyncio.create_task(Rewards(desk, 2 * TOKENS, "trajectory").post(session, RewardRequest(reward=1.0)))
     while not session.lock.locked():
         await asyncio.sleep(0)
     await silent_for_long(session)
@@ -147,7 +147,7 @@ async def test_a_session_given_up_before_its_reward_is_stored_is_not_trained() -
     desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
     held = held_trajectory(0)
     session, run = await opened_session(desk, rollout_of(held, keep_snapshot))
-    post = asyncio.create_task(Rewards(desk, 2 * TOKENS).post(session, RewardRequest(reward=1.0)))
+    post = asyncio.create_task(Rewards(desk, 2 * TOKENS, "trajectory").post(session, RewardRequest(reward=1.0)))
     await saving.wait()
     desk.end(session, "given_up")
     saved.set()

@@ -105,6 +105,20 @@ PENALTY = "reward.overlong_buffer_tokens=64"
                 ("filtered_bc", "advantage=filtered_bc"),
             )
         ),
+        *(
+            (f"credit={credit} rollout.program=agent", refused, f"credit={credit} with .*{problem}")
+            for credit, refused, problem in (
+                ("turn", "advantage=mc_grpo", "advantage=mc_grpo, which reads more .*set advantage=grpo, dr_grpo, "),
+                ("shared", "advantage=filtered_bc", "=filtered_bc, .* rloo or reinforce_pp, or credit=trajectory"),
+                ("turn", "rollout.program=single_turn", "single_turn, whose trajectories have one turn"),
+                (
+                    "shared",
+                    "rollout.program=environment",
+                    "only sessions of agents share a reward; set rollout.program",
+                ),
+            )
+        ),
+        ("credit=turn rollout.program=environment", EQUAL, "=true with .*credit=turn .*whose turns differ; set false"),
         (
             f"{DRPO} loss=gspo",
             "loss=ppo_clip",

@@ -26,6 +26,7 @@ from rollmesh.types import (
     Segment,
     SegmentSource,
     Trajectory,
+    TurnReturn,
     VersionNeed,
 )
 from rollmesh.v1 import generation_service_pb2, reward_service_pb2, trajectory_pb2
@@ -87,6 +88,10 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
                 value=st.floats(-5, 5),
                 parts=st.dictionaries(st.text(max_size=3), st.floats(-1, 1), max_size=2),
                 message=st.text(max_size=5),
+                turns=st.lists(st.builds(TurnReturn, end=st.integers(0, 99), value=st.floats(-5, 5)), max_size=3).map(
+                    tuple
+                ),
+                shared_by=st.text(max_size=3),
             )
         ),
         shaped_reward=draw(st.floats(-5, 5)),

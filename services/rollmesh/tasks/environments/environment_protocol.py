@@ -40,7 +40,8 @@ class EnvironmentReply:
     done: bool
     """True if the episode is over."""
     reward: float | None = None
-    """Reward of the whole episode, set with ``done``; None if the verifier scores it."""
+    """Reward of the episode so far, None for no change: the newest one counts, and with ``trainer.algorithm.credit:
+    turn`` a turn has what it changed. The verifier scores an episode without any."""
 
 
 def checked_reply(reply: object, method: str = "step") -> EnvironmentReply:

@@ -67,7 +67,8 @@ def explain_tokens(
         masked_by[tokens] = mask
     for t in np.flatnonzero(positions >= 0):
         s = batch.sequence_index[t]
-        written, trained, advantage = bool(batch.policy_mask[t]), bool(batch.loss_mask[t]), float(batch.advantages[s])
+        written, trained = bool(batch.policy_mask[t]), bool(batch.loss_mask[t])
+        advantage = float(batch.advantages[batch.unit_index[t]])
         judged_as = "zero_advantage" if advantage == 0 else _CLIP_WORDS[clip[t]]
         yield TokenExplanation(
             trajectory_id=batch.trajectory_ids[s],

@@ -13,6 +13,7 @@ import torch
 
 from rollmesh.algorithms.advantages import Advantage, TrajectoryColumns
 from rollmesh.errors import DataError
+from rollmesh.trainer.learner.credit import units_of
 from rollmesh.types import Batch, FinishReason, Float32Array, Int32Array, SegmentSource, Trajectory
 
 BoolArray = npt.NDArray[np.bool_]
@@ -20,10 +21,11 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 _TRAJECTORY_COLUMNS = (
-    "group_index", "prompt_lengths", "rewards", "outcome_values", "advantages", "truncated", "passed",
+    "group_index", "prompt_lengths", "rewards", "outcome_values", "truncated", "passed",
 )  # fmt: skip
 _TOKEN_COLUMNS = (
-    "token_ids", "policy_mask", "loss_mask", "behavior_logprobs", "versions", "staleness", "pure", "temperatures",
+    "unit_index", "token_ids", "policy_mask", "loss_mask", "behavior_logprobs", "versions", "staleness", "pure",
+    "temperatures",
 )  # fmt: skip
 
 NO_VERSION = -1
@@ -32,7 +34,10 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Concatenated trajectories, prompt and response. Token arrays have one entry per token of ``token_ids``."""
+    """Concatenated trajectories, prompt and response. Token arrays have one entry per token of ``token_ids``.
+
+    A unit has one return and one advantage: a trajectory, a turn, or a session (``trainer.algorithm.credit``).
+    """
 
     train_step: int
     trajectory_ids: tuple[str, ...]
@@ -43,7 +48,9 @@ class TrainBatch:
     prompt_lengths: Int64Array  # [trajectories]
     rewards: Float64Array  # [trajectories], shaped
     outcome_values: Float64Array  # [trajectories], from the verifier; NaN without a value
-    advantages: Float64Array  # [trajectories], NaN until they are known
+    returns: Float64Array  # [units], shaped
+    advantages: Float64Array  # [units], NaN until they are known
+    unit_index: Int64Array  # [tokens], unit of each token
     truncated: BoolArray  # [trajectories], ended by the token budget
     token_ids: Int32Array  # [tokens]
     sequence_index: Int64Array  # [tokens]
@@ -66,12 +73,15 @@ class TrainBatch:
         lengths = self.lengths[rows]
         parts = {name: getattr(self, name)[rows] for name in _TRAJECTORY_COLUMNS}
         tokens = {name: getattr(self, name)[inside] for name in _TOKEN_COLUMNS}
+        units, tokens["unit_index"] = np.unique(tokens["unit_index"], return_inverse=True)
         return replace(
             self,
             trajectory_ids=tuple(self.trajectory_ids[row] for row in rows),
             starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             sequence_index=np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
             masked_by={mask: column[inside] for mask, column in self.masked_by.items()},
+            returns=self.returns[units],
+            advantages=self.advantages[units],
             unscored=np.where(np.isin(np.arange(self.group_count), self.group_index[rows]), self.unscored, 0),
             **parts,
             **tokens,
@@ -109,6 +119,7 @@ def build_train_batch(
     train_step_of_version: Mapping[int, int],
     advantage: Advantage | None,
     *,
+    credit: str = "trajectory",
     max_token_staleness: int | None = None,
 ) -> TrainBatch:
     """Flatten a batch, compute its advantages and mark the tokens that are trained on.
@@ -130,9 +141,11 @@ def build_train_batch(
     columns = [_columns(t, train_step_of_version, batch.train_step - 1) for _, t in members]
     flat = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
     lengths = np.array([len(c["token_ids"]) for c in columns], np.int64)
+    sequence_index = np.repeat(np.arange(len(members), dtype=np.int64), lengths)
     loss_mask = policy_mask = flat["versions"] != NO_VERSION
     if max_token_staleness is not None:  # docs/architecture.md: The staleness bound
         loss_mask = policy_mask & (flat["staleness"] <= max_token_staleness)
+    unit_index, returns = units_of([t for _, t in members], credit, sequence_index, policy_mask)
     flattened = TrainBatch(
         train_step=batch.train_step,
         trajectory_ids=ids,
@@ -144,9 +157,11 @@ def build_train_batch(
         rewards=np.array([t.shaped_reward for _, t in members], np.float64),
         # None, which is no verdict, becomes NaN.
         outcome_values=np.array([t.outcome and t.outcome.verdict for _, t in members], np.float64),
-        advantages=np.full(len(members), np.nan),
+        returns=returns,
+        advantages=np.full(len(returns), np.nan),
+        unit_index=unit_index,
         truncated=np.array([t.finish_reason is FinishReason.LENGTH for _, t in members]),
-        sequence_index=np.repeat(np.arange(len(members), dtype=np.int64), lengths),
+        sequence_index=sequence_index,
         policy_mask=policy_mask,
         loss_mask=loss_mask,
         masked_by={} if max_token_staleness is None else {"stale": policy_mask & ~loss_mask},
@@ -162,24 +177,26 @@ def build_train_batch(
 def trajectory_columns(
     batch: TrainBatch, *, policy: Float64Array | None = None, reference: Float64Array | None = None
 ) -> TrajectoryColumns:
-    """Return the input of the advantages; ``policy`` and ``reference`` are log-probabilities [tokens]."""
+    """Return the input of the advantages, one row per unit; ``policy`` and ``reference`` are logprobs [tokens]."""
+    count = len(batch.returns)
+    first = batch.sequence_index[np.unique(batch.unit_index, return_index=True)[1]]
 
     def sums(logprobs: npt.NDArray[Any] | None) -> torch.Tensor | None:
         if logprobs is None:
             return None
         inside = np.where(batch.policy_mask, logprobs, 0.0)
-        return torch.from_numpy(np.bincount(batch.sequence_index, inside, batch.trajectory_count))
+        return torch.from_numpy(np.bincount(batch.unit_index, inside, count))
 
     behavior = sums(batch.behavior_logprobs)
     assert behavior is not None
-    lengths = np.bincount(batch.sequence_index[batch.policy_mask], minlength=batch.trajectory_count)
+    lengths = np.bincount(batch.unit_index[batch.policy_mask], minlength=count)
     return TrajectoryColumns(
-        rewards=torch.from_numpy(batch.rewards),
-        outcome_values=torch.from_numpy(batch.outcome_values),
-        group_index=torch.from_numpy(batch.group_index),
+        rewards=torch.from_numpy(batch.returns),
+        outcome_values=torch.from_numpy(batch.outcome_values[first]),
+        group_index=torch.from_numpy(batch.group_index[first]),
         group_count=batch.group_count,
         lengths=torch.from_numpy(lengths),
-        truncated=torch.from_numpy(batch.truncated),
+        truncated=torch.from_numpy(batch.truncated[first]),
         behavior_logprob_sums=behavior,
         policy_logprob_sums=sums(policy),
         reference_logprob_sums=sums(reference),

@@ -93,6 +93,7 @@ class StepPlan:
             batch,
             self.train_step_of_version,
             self.advantage.compute if known else None,
+            credit=self.algorithm.credit,
             max_token_staleness=self.recipe.max_token_staleness,
         )
 
@@ -103,7 +104,8 @@ class StepPlan:
         """
         if not self.algorithm.skip_zero_advantage or self._needs_every_pass:
             return np.ones(flat.trajectory_count, np.bool_)
-        passed: BoolArray = flat.advantages != 0
+        gradients = np.bincount(flat.sequence_index, flat.advantages[flat.unit_index] != 0, flat.trajectory_count)
+        passed: BoolArray = gradients > 0
         for minibatch in split_minibatches(flat, self.recipe.minibatches):
             if not passed[minibatch].any():
                 passed[minibatch] = True
@@ -233,7 +235,7 @@ def apply_masks(
     rows = torch.from_numpy(index)
     loss_mask, masked_by = flat.loss_mask.copy(), dict(flat.masked_by)
     solved = trajectory_columns(flat).solved
-    sequences = torch.from_numpy(flat.sequence_index[index])
+    sequences, units = torch.from_numpy(flat.sequence_index[index]), torch.from_numpy(flat.unit_index[index])
     for mask in masks:
         before = loss_mask[index]
         data = MaskInput(
@@ -241,8 +243,8 @@ def apply_masks(
             behavior_logprobs=torch.from_numpy(flat.behavior_logprobs[index].astype(np.float64)),
             policy_logprobs=None if policy is None else torch.from_numpy(policy[index]),
             entropy=None if entropy is None else torch.from_numpy(entropy[index]),
-            advantages=torch.from_numpy(flat.advantages)[sequences],
-            solved=solved[sequences],
+            advantages=torch.from_numpy(flat.advantages)[units],
+            solved=solved[units],
             mask=torch.from_numpy(before),
             sequence_index=sequences,
             sequence_count=flat.trajectory_count,
@@ -261,7 +263,7 @@ def token_columns(flat: TrainBatch, old: OldLogprobs, policy_share: Tensor, refe
         old_logprobs=old.values,
         policy_share=policy_share,
         behavior_logprobs=torch.from_numpy(flat.behavior_logprobs.astype(np.float64)),
-        advantages=torch.from_numpy(flat.advantages[flat.sequence_index]),
+        advantages=torch.from_numpy(flat.advantages[flat.unit_index]),
         mask=torch.from_numpy(flat.loss_mask),
         sequence_index=torch.from_numpy(flat.sequence_index),
         reference_logprobs=reference,
