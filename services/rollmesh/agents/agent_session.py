@@ -204,9 +204,9 @@ class SessionTrajectory:
         }
 
     async def save_mark(self, rollout: RolloutContext, **changes: Any) -> None:
-        """Save changes of the mark, then apply them."""
+        """Save changes of the mark, then apply them; Conflict if another session in progress has the session's name."""
         mark = replace(self.mark, **changes)
-        await rollout.keep_snapshot(rollout.active, mark.to_bytes())
+        await rollout.keep_snapshot(rollout.active, mark.to_bytes(), mark.session_id, mark.session_name)
         self.mark = mark
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:

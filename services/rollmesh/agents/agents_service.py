@@ -14,14 +14,17 @@ from typing import Any
 from rollmesh.agents.agent_session import AgentSession, EndedSession, session_ended
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.chat_format import ChatFormats
-from rollmesh.agents.openai_errors import OpenAiError, gone, invalid, unavailable
+from rollmesh.agents.connections import Drain
+from rollmesh.agents.openai_errors import Elsewhere, OpenAiError, gone, invalid, not_known_yet, unavailable
+from rollmesh.agents.other_replicas import OtherReplicas
 from rollmesh.agents.recorded_calls import RecordedCalls
-from rollmesh.agents.session_manager import SessionManager, is_session_id
+from rollmesh.agents.session_manager import SessionManager
 from rollmesh.agents.session_rewards import Rewards
 from rollmesh.agents.unrecorded import UnrecordedCalls
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError, StoreError, StoreUnavailable
 from rollmesh.runtime.addresses import instance_name
+from rollmesh.runtime.endpoints import AdminClient
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
@@ -51,11 +54,6 @@ _ANSWER_SECONDS = 2.0
 without an answer."""
 _COMPLETE_SECONDS = 1.0
 _HEARTBEAT_DEADLINE_SECONDS = 120.0
-_TAKE_OVER_SECONDS = 10.0
-
-
-Drain = Callable[[], Awaitable[OpenAiError]]
-"""Wait for the service's shutdown, and get the error that ends each call in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +63,7 @@ class Agents:
     session_manager: SessionManager
     recorded: RecordedCalls
     rewards: Rewards
+    others: OtherReplicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +80,6 @@ class OpenAiService:
     drain: Drain
 
     @property
-    def _taking_over(self) -> bool:
-        """True while sessions of a crashed service may still be taken over: their leases have to expire first.
-
-        In a pause and without generators no work is requested, so the time counts from the queue's first answer.
-        """
-        leasing_seconds = time.monotonic() - self.agent_parts.session_manager.leasing_since
-        return leasing_seconds < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
-
-    @property
     def agent_parts(self) -> Agents:
         """Parts of the service for agent runs; OpenAiError in any other run."""
         if self.agents is None:
@@ -101,31 +91,42 @@ class OpenAiService:
             )
         return self.agents
 
-    def active_session(self, session_id: str) -> AgentSession:
+    async def active_session(self, session_id: str, *, here: bool) -> AgentSession:
         """Return the session for a call to continue; OpenAiError if it has ended or is unknown."""
-        session = self.find_session(session_id)
+        session = await self.find_session(session_id, here=here)
         if isinstance(session, EndedSession):
             raise session_ended(session_id, session.ended)
         return session
 
-    def find_session(self, session_id: str) -> AgentSession | EndedSession:
-        """Return a session, including ended ones; OpenAiError if it is unknown."""
+    async def find_session(self, session_id: str, *, here: bool) -> AgentSession | EndedSession:
+        """Return a session, including ended ones; OpenAiError like ``check_place``, or if it is unknown."""
+        await self.check_place(session_id, here=here)
         session = self.agent_parts.session_manager.find(session_id)
         if session is not None:
             return session
-        if self._taking_over and is_session_id(session_id):
-            raise unavailable(
-                f"session {session_id}: not known yet; the service may still take over the sessions of its crashed "
-                "predecessor, at the latest after a pause: send the same call again",
-                "session_not_known_yet",
-                5.0,
-            )
         raise OpenAiError(
             404,
             f"session {session_id}: unknown; it was never opened here, ended long ago, or had no call yet when its "
             "service crashed; open a new session: POST /v1/sessions",
             code="session_not_found",
         )
+
+    async def check_place(self, session: str, *, here: bool) -> None:
+        """Raise Elsewhere if another replica has a session, and another OpenAiError while none has it yet.
+
+        ``session``: id or name. ``here``: no other replica is asked.
+        """
+        sessions, others = self.agent_parts.session_manager, self.agent_parts.others
+        found = sessions.find(session)
+        if found is not None and found.ended != "lost":  # a session that this process lost may be in another one
+            return
+        place = await others.place_of(session)
+        if place is None or sessions.find(session) is not found:
+            return
+        if place.address != others.address and not here:
+            raise Elsewhere(session, partial(others.forward, address=place.address, session=session))
+        if place.lives and found is None:
+            raise not_known_yet(session)
 
     async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
         """Return the number of serving generators by policy version, and the newest announced policy."""
@@ -159,9 +160,12 @@ async def openai_service(
     registry: Metrics,
     health: Health,
     shutdown: Shutdown,
+    address: str,
     security: PortSecurity = OPEN,
 ) -> AsyncIterator[OpenAiService]:
     """Run the service and its loops; a failed loop sets ``shutdown``, and its error is raised at the end.
+
+    ``address``: host:port where other replicas reach its API.
 
     On exit every active trajectory is saved and released. The release does not count as an attempt.
     """
@@ -169,6 +173,7 @@ async def openai_service(
     formats = await asyncio.to_thread(ChatFormats, config, tokenizer)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(GenerationClient(security))
+        drain = await stack.enter_async_context(drain_at(shutdown, partial(_complete, config, store)))
         settings = WorkerSettings.from_config(config, tokenizer)
         stop = asyncio.Event()
         loops = Loops(shutdown)
@@ -177,13 +182,16 @@ async def openai_service(
             reward = await stack.enter_async_context(RewardClient(config, security=security))
             session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
             name, worker_metrics = instance_name(config, "agents", index), WorkerMetrics(registry)
-            deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health)
+            deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health, address)
             worker = Worker(settings, deps, session_manager)
             generators, policies = deps.generators, deps.policies
             agents = Agents(
                 session_manager=session_manager,
                 recorded=RecordedCalls(tokenizer, session_manager, worker, metrics, settings),
                 rewards=Rewards(session_manager, settings.budget, config.trainer.algorithm.credit),
+                others=OtherReplicas(
+                    store.sessions, address, await stack.enter_async_context(AdminClient(security)), drain
+                ),
             )
             loops.start(_work(worker, deps.session, health, stop), "agents-worker")
             loops.start(_sweep(session_manager, stop), "agents-sweep")
@@ -193,7 +201,6 @@ async def openai_service(
             loops.start(_refresh_registry(generators, policies, health, stop), "openai-registry")
         limits = replace(settings.calls, saving=_UNRECORDED_SAVING)
         caller = Caller(client, generators, policies, limits, metrics)
-        drain = await stack.enter_async_context(drain_at(shutdown, partial(_complete, config, store)))
         try:
             yield OpenAiService(
                 config=config,

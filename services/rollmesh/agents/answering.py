@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse
 
 from rollmesh.agents.agent_session import AgentSession
-from rollmesh.agents.agents_service import Drain, OpenAiService
+from rollmesh.agents.agents_service import OpenAiService
 from rollmesh.agents.answer_stream import AnswerInProgress, Delta
+from rollmesh.agents.connections import CLIENT_CLOSED, EventStream, unless_disconnected
 from rollmesh.agents.openai_answers import AnswerFormat, Choice, Endpoint
 from rollmesh.agents.openai_errors import OpenAiError, as_openai
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest
+from rollmesh.agents.other_replicas import is_answered_here
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
 from rollmesh.agents.session_address import SESSION_HEADER, named_session
 from rollmesh.agents.session_opening import session_of_call
@@ -53,6 +54,8 @@ class Answering:
         Raises OpenAiError and other errors until the stream begins. Later errors become an event of the stream.
         """
         named = self._named(request)
+        if named and self._service.agents is not None:  # before the work of reading the body
+            await self._service.check_place(named, here=is_answered_here(request))
         call = _Call(self._service, endpoint, recorded=bool(named))
         try:
             session, parsed, answers = await unless_disconnected(
@@ -97,7 +100,7 @@ class Answering:
             return None, requests[0], [answer for each in requests for answer in await service.unrecorded.start(each)]
         check_recordable(body, service.config)
         parsed = await self._read(body)
-        session = await session_of_call(service, named)
+        session = await session_of_call(service, named, here=is_answered_here(request))
         retry = request.headers.get(_RETRY_HEADER, "0")
         answer = await service.agent_parts.recorded.start(
             session, parsed, is_retry=retry.isdecimal() and int(retry) > 0
@@ -261,45 +264,3 @@ def _outcome_of(error: BaseException) -> str:
             return "cancelled"
         return "refused" if error.status < 500 or error.status == 503 else "failed"
     return "failed"
-
-
-T = TypeVar("T")
-
-CLIENT_CLOSED = 499
-"""Status of a call whose client has disconnected; it appears only in the log."""
-
-
-async def unless_disconnected(request: Request, work: Awaitable[T], drain: Drain) -> T:
-    """Return the result of ``work``; a client disconnect or a shutdown of the service cancels it (OpenAiError)."""
-    task = asyncio.ensure_future(work)
-    disconnected, draining = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(drain())
-    try:
-        await asyncio.wait([task, disconnected, draining], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise draining.result() if draining.done() else OpenAiError(CLIENT_CLOSED, "the client closed the connection")
-    finally:
-        await cancel_and_wait(task, disconnected, draining)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events; ``end`` runs exactly once, for every way the stream ends."""
-
-    def __init__(
-        self, events: AsyncIterator[bytes], end: Callable[[], Awaitable[None]], *, headers: Mapping[str, str]
-    ) -> None:
-        # Proxies must not buffer the events.
-        own = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
-        super().__init__(events, media_type="text/event-stream", headers=own)
-        self._end = end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._end()

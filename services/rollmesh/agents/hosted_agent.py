@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_service import Loops, OpenAiService
+from rollmesh.agents.connections import unless
 from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_requests import RewardRequest
 from rollmesh.agents.session_opening import open_session
@@ -71,7 +72,7 @@ class _HostedAgent:
                     if session.session_id not in own and not session.newest.mark.ended:
                         manager.end(session, "given_up")
                 try:
-                    session = await open_session(self._service, _PROMPT_SECONDS)
+                    session = await unless(open_session(self._service, _PROMPT_SECONDS), self._service.drain())
                 except OpenAiError as error:
                     if error.code == "run_complete" or await wait_or_shutdown(shutdown, _POLL_SECONDS):
                         return

@@ -23,7 +23,8 @@ from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_service import OpenAiService, openai_service
-from rollmesh.agents.answering import Answering, unless_disconnected
+from rollmesh.agents.answering import Answering
+from rollmesh.agents.connections import unless_disconnected
 from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, OpenAiRoute, busy, invalid
 from rollmesh.agents.openai_requests import (
     ChatRequest,
@@ -32,6 +33,7 @@ from rollmesh.agents.openai_requests import (
     RewardRequest,
     SessionRequest,
 )
+from rollmesh.agents.other_replicas import is_answered_here
 from rollmesh.agents.responses_answers import ResponseFormat
 from rollmesh.agents.responses_requests import ResponsesRequest
 from rollmesh.agents.session_address import CLIENT_HEADER, SESSION_HEADER, SessionPaths, access_check
@@ -43,7 +45,7 @@ from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.addresses import bind_host
 from rollmesh.runtime.api_app import Check, api_app
-from rollmesh.runtime.http_server import accepted_hosts, public_server
+from rollmesh.runtime.http_server import accepted_hosts, public_listener, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.request_guard import RequestMetrics
@@ -95,15 +97,15 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         host.publish(starting=True)
         tokenizer = Tokenizer(resolve_model(config.model.path))
         limits = run_limits(config) if config.rollout.program == "agent" else None
+        listener, reached = public_listener(config, address, config.agents.port, "agents.port")
+        host.stack.callback(listener.close)
         store = await open_service_store(host, shutdown, _RETRY_SECONDS, limits)
         service = await host.stack.enter_async_context(
-            openai_service(config, index, store, tokenizer, host.metrics, host.health, shutdown, host.security)
+            openai_service(config, index, store, tokenizer, host.metrics, host.health, shutdown, reached, host.security)
         )
         token = api_token(config)
         app = build_app(service, token, RequestMetrics(host.metrics), address)
-        root = await host.stack.enter_async_context(
-            public_server(app, config, address, config.agents.port, "agents.port", host.security)
-        )
+        root = await host.stack.enter_async_context(public_server(app, listener, reached, host.security))
         root = root.rstrip("/")
         if target := config.rollout.agent.function:
             try:
@@ -221,21 +223,24 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         return (await unless_disconnected(request, opening, service.drain)).describe(run, with_task=True)
 
     @api.get("/sessions")
-    async def sessions() -> dict[str, Any]:
-        """List the sessions in progress, without their tasks; the oldest one first."""
-        active = sorted(service.agent_parts.session_manager.sessions, key=lambda session: session.start_time)
-        return {"object": "list", "data": [session.describe(run, with_task=False) for session in active]}
+    async def sessions(request: Request) -> dict[str, Any]:
+        """List the sessions in progress of all replicas, without their tasks; the oldest one first."""
+        agents = service.agent_parts
+        active = [session.describe(run, with_task=False) for session in agents.session_manager.sessions]
+        if not is_answered_here(request):
+            active += await agents.others.list_sessions(request)
+        return {"object": "list", "data": sorted(active, key=lambda session: session["created"])}
 
     @api.get("/sessions/{session_id}", responses=_errors(404))
-    async def session(session_id: SessionId) -> dict[str, Any]:
+    async def session(request: Request, session_id: SessionId) -> dict[str, Any]:
         """Show a session; an ended session is shown without its task."""
-        found = service.find_session(session_id)
+        found = await service.find_session(session_id, here=is_answered_here(request))
         return found.describe(run) if isinstance(found, EndedSession) else found.describe(run, with_task=True)
 
     @api.post("/sessions/{session_id}/reward", responses=_errors(404, 409, 410, 422))
-    async def reward(session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
+    async def reward(request: Request, session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
         """Finish and score the session's trajectories; posting the same reward again changes nothing."""
-        found = service.find_session(session_id)
+        found = await service.find_session(session_id, here=is_answered_here(request))
         if isinstance(found, EndedSession):
             check_repeated(found, body)
             return found.describe(run)
@@ -244,9 +249,9 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         return found.describe(run, with_task=False)
 
     @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(404, 409))
-    async def give_up(session_id: SessionId) -> Response:
+    async def give_up(request: Request, session_id: SessionId) -> Response:
         """Give up a session without a reward; its tokens are dropped and its prompt returns to the queue."""
-        found = service.find_session(session_id)
+        found = await service.find_session(session_id, here=is_answered_here(request))
         if isinstance(found, AgentSession):
             if any(trajectory.mark.ended for trajectory in found.trajectories):
                 raise busy(

@@ -103,19 +103,45 @@ def shortened(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def not_known_yet(session: str) -> OpenAiError:
+    """Make a 503: no process has the session now."""
+    return unavailable(
+        f"session {session}: not known yet; the service may still take over the sessions of a process that crashed or "
+        "stopped, at the latest after a pause: send the same call again",
+        "session_not_known_yet",
+        5.0,
+    )
+
+
+class Elsewhere(OpenAiError):
+    """The session of a request is in another replica of the service."""
+
+    def __init__(self, session: str, forward: Callable[[Request], Coroutine[Any, Any, Response | None]]) -> None:
+        """``forward`` returns the answer of the other replica; None if there is none any more."""
+        super().__init__(503, f"session {session}: in another replica", code="session_not_known_yet", retry_after=1.0)
+        self.forward = forward
+
+
 _OTHER_TYPE = ("string_type", "int_type", "int_parsing", "list_type")
 """Errors of the branches of a union that the value does not belong to."""
 
 
 class OpenAiRoute(APIRoute):
-    """Route that returns every error in OpenAI's format, including authentication and validation errors."""
+    """Route that forwards requests of other replicas' sessions, and returns every error in OpenAI's format.
+
+    Also errors of authentication and of validation.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
             try:
-                return await handle(request)
+                try:
+                    return await handle(request)
+                except Elsewhere as elsewhere:
+                    answer = await elsewhere.forward(request)
+                    return await handle(request) if answer is None else answer
             except Exception as error:
                 known = as_openai(error)
                 return JSONResponse(known.body, status_code=known.status, headers=known.headers)

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rollmesh.agents.agent_session import KEY_PREFIX
 from rollmesh.agents.agents_service import OpenAiService
 from rollmesh.agents.openai_errors import OpenAiError, invalid
+from rollmesh.agents.other_replicas import is_answered_here
 from rollmesh.runtime.api_app import TOKEN_SCHEME, Check, token_check
 from rollmesh.runtime.request_guard import Unauthorized
 
@@ -75,7 +76,7 @@ def access_check(token: str, service: OpenAiService) -> Check:
             await token_only(given)
             return
         try:
-            service.find_session(own)
+            await service.find_session(own, here=is_answered_here(request))
         except OpenAiError as error:
             if error.status == 503:
                 raise

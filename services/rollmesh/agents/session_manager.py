@@ -7,7 +7,6 @@ and those of a crashed service, whose sessions continue here.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import secrets
 import time
@@ -25,6 +24,7 @@ from rollmesh.agents.agent_session import (
 )
 from rollmesh.agents.agents_metrics import SESSION_STATES, OpenAiMetrics
 from rollmesh.agents.openai_errors import busy
+from rollmesh.errors import Conflict
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import RewardOutcome, Trajectory
@@ -37,6 +37,10 @@ _LEASE_SECONDS = 5.0
 """Longest time that a request without a wait is held until the worker has asked the queue for a prompt."""
 _REMEMBERED_SESSIONS = 4096
 """Number of ended sessions whose ids, counts and marks are kept."""
+
+
+_Waiting = tuple[str, asyncio.Future[AgentSession | None]]
+"""Name (or an empty text) and future of a session that an agent waits for; None if another replica has opened it."""
 
 
 def is_session_id(text: str) -> bool:
@@ -55,8 +59,6 @@ class SessionManager:
         self._lease_ended = asyncio.Event()
         self._empty_leases = 0
         """Number of times that the worker has asked the queue for work and received none."""
-        self.leasing_since = math.inf
-        """Time of the queue's first answer to a request for work, monotonic seconds; infinite before it."""
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._ids_by_name: dict[str, str] = {}
@@ -64,8 +66,7 @@ class SessionManager:
         self._opening: set[str] = set()
         """Names of the sessions that calls are opening."""
         self._trajectories: dict[str, SessionTrajectory] = {}
-        self._waiting: deque[tuple[str, asyncio.Future[AgentSession]]] = deque()
-        """Names (or empty texts) and futures of the sessions that agents wait for."""
+        self._waiting: deque[_Waiting] = deque()
         self._log = get_logger("agents")
 
     def find(self, id_or_name: str) -> AgentSession | EndedSession | None:
@@ -83,7 +84,6 @@ class SessionManager:
 
     def lease_attempted(self, leased_count: int) -> None:
         """Record that the queue has answered the worker's request for work."""
-        self.leasing_since = min(self.leasing_since, time.monotonic())
         self._empty_leases += not leased_count
         self._lease_ended.set()
         self._lease_ended = asyncio.Event()
@@ -103,11 +103,13 @@ class SessionManager:
     async def open(self, wait_seconds: float, name: str = "") -> AgentSession | None:
         """Wait for a session with a new prompt; None after ``wait_seconds``, but not before the queue was asked.
 
+        None at once when another replica has opened a session of this name.
+
         ``name``: the name by which the agent calls the session; empty without one.
 
         During a pause or an outage of the queue, and without generators, None is returned up to five seconds later.
         """
-        future: asyncio.Future[AgentSession] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[AgentSession | None] = asyncio.get_running_loop().create_future()
         waiting = (name, future)
         self._waiting.append(waiting)
         # The lease in progress, if any, may have begun before this agent came.
@@ -121,8 +123,8 @@ class SessionManager:
                 await self._until_leased(waiting, required_leases)
                 return future.result() if future.done() and not future.cancelled() else None
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self.end(future.result(), "given_up")
+            if future.done() and not future.cancelled() and (session := future.result()) is not None:
+                self.end(session, "given_up")
             raise
         finally:
             if not future.done():
@@ -130,7 +132,7 @@ class SessionManager:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
-    async def _until_leased(self, waiting: tuple[str, asyncio.Future[AgentSession]], required_leases: int) -> None:
+    async def _until_leased(self, waiting: _Waiting, required_leases: int) -> None:
         _, future = waiting
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEASE_SECONDS):
@@ -237,13 +239,7 @@ class SessionManager:
             return None
         session = self._sessions.get(mark.session_id)
         if session is None:
-            if mark.session_name in self._ids_by_name:
-                return None  # the agent has opened the session again since the crash
             session = self._make_session(mark, active)
-            for waiting in [w for w in self._waiting if mark.session_name and w[0] == mark.session_name]:
-                self._waiting.remove(waiting)
-                if not waiting[1].done():
-                    waiting[1].set_result(session)
             self._log.info("agent_session_taken_over", session=mark.session_id, trajectory=active.trajectory_id)
         trajectory = SessionTrajectory(session, mark, active)
         self._begin(session, trajectory)
@@ -263,6 +259,9 @@ class SessionManager:
             trajectory = SessionTrajectory(session, mark, active)
             try:
                 await trajectory.save_mark(rollout)
+            except Conflict:
+                future.set_result(None)
+                continue
             except BaseException:
                 # The lease is lost, and nobody has heard of the session: its agent waits for another trajectory.
                 self._waiting.appendleft((name, future))

@@ -15,24 +15,31 @@ _FIRST_CALL_SECONDS = 30.0
 """Seconds that the first call of a session waits for a prompt."""
 
 
-async def session_of_call(service: OpenAiService, name: str) -> AgentSession:
-    """Return the session that a call continues or, where the run allows it, opens; OpenAiError if it cannot."""
+async def session_of_call(service: OpenAiService, name: str, *, here: bool) -> AgentSession:
+    """Return the session that a call continues or, where the run allows it, opens; OpenAiError if it cannot.
+
+    ``here``: no other replica is asked.
+    """
     try:
-        return service.active_session(name)
+        return await service.active_session(name, here=here)
     except OpenAiError as error:
         if not service.config.rollout.agent.open_on_first_call or is_session_id(name) or error.status != 404:
             raise
-    return await open_session(service, _FIRST_CALL_SECONDS, name)
+    return await open_session(service, _FIRST_CALL_SECONDS, name, here=here)
 
 
-async def open_session(service: OpenAiService, wait_seconds: float, name: str = "") -> AgentSession:
+async def open_session(
+    service: OpenAiService, wait_seconds: float, name: str = "", *, here: bool = False
+) -> AgentSession:
     """Wait for a prompt and return its session; OpenAiError if there is none in time or the run has ended."""
     session_manager = service.agent_parts.session_manager
     deadline = time.monotonic() + wait_seconds
     with session_manager.opening(name):
         while True:
-            if name and isinstance(known := session_manager.find(name), AgentSession):
-                return known  # another call has opened it, or its trajectory was taken over
+            if name:
+                await service.check_place(name, here=here)
+                if isinstance(known := session_manager.find(name), AgentSession):
+                    return known  # another call has opened it, or its trajectory was taken over
             session = await session_manager.open(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())), name)
             if session is not None:
                 return session

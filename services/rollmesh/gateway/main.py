@@ -22,7 +22,7 @@ from rollmesh.gateway.read_routes import PREFIX
 from rollmesh.runtime.addresses import bind_host
 from rollmesh.runtime.api_app import Check, api_app, no_check, token_check
 from rollmesh.runtime.endpoints import AdminClient, ServiceStates, read_endpoints
-from rollmesh.runtime.http_server import accepted_hosts, public_server
+from rollmesh.runtime.http_server import accepted_hosts, public_listener, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.locks import started_by_launcher
 from rollmesh.runtime.logging import get_logger
@@ -52,7 +52,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         poller = MeshPoller(store, config, metrics, host.health, states)
         app = build_app(config, store, poller, metrics, RequestMetrics(host.metrics, "page"), address)
         url = await host.stack.enter_async_context(
-            public_server(app, config, address, config.gateway.port, "gateway.port", host.security)
+            public_server(app, *public_listener(config, address, config.gateway.port, "gateway.port"), host.security)
         )
         host.publish(url=url)
         get_logger("gateway").info("serving", url=url)

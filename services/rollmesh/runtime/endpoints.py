@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import httpx
 import psutil
@@ -82,8 +83,19 @@ def read_endpoints(run_folder: Path, service: str | None = None, *, starting: bo
     return found
 
 
+_KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+]
+"""A connection whose other machine is gone ends after half a minute."""
+
+
 class AdminClient:
-    """HTTP client of the services' admin ports (``/metrics``, ``/readyz``, ...) with this process's identity."""
+    """HTTP client of the services' admin ports (``/metrics``, ``/readyz``, ...) with this process's identity.
+
+    ``send`` is for the other HTTP ports of the mesh.
+    """
 
     def __init__(self, security: PortSecurity = OPEN, timeout_seconds: float = 2.0) -> None:
         self._security = security
@@ -101,11 +113,35 @@ class AdminClient:
 
     async def get(self, address: str, path: str) -> httpx.Response:
         """Send GET ``path`` to the admin port at host:port. Raises httpx.HTTPError."""
-        client = await self._current()
-        security = self._security
-        headers = {} if security.sent_token is None else {"Authorization": f"Bearer {security.sent_token}"}
-        extensions: dict[str, Any] = {} if security.tls is None else {"sni_hostname": security.tls.server_name}
-        return await client.get(f"{security.scheme}://{address}{path}", headers=headers, extensions=extensions)
+        token = self._security.sent_token
+        headers = [] if token is None else [(b"Authorization", b"Bearer " + token.encode())]
+        answer = await self.send("GET", address, path, headers)
+        try:
+            await answer.aread()
+        finally:
+            await answer.aclose()
+        return answer
+
+    async def send(
+        self,
+        method: str,
+        address: str,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        content: bytes = b"",
+        timeout: httpx.Timeout | None = None,
+    ) -> httpx.Response:
+        """Send a request to a port; the caller reads the answer and closes it. Raises httpx.HTTPError."""
+        client, tls = await self._current(), self._security.tls
+        request = client.build_request(
+            method,
+            f"{self._security.scheme}://{address}{path}",
+            headers=headers,
+            content=content,
+            timeout=timeout or client.timeout,
+            extensions={} if tls is None else {"sni_hostname": tls.server_name},
+        )
+        return await client.send(request, stream=True)
 
     async def _current(self) -> httpx.AsyncClient:
         """Return the connection pool; creates a new one after a rotation of the certificates."""
@@ -115,7 +151,9 @@ class AdminClient:
         # The previous pool may have requests in progress; those of older pools have timed out.
         done, self._retired = self._retired, [] if self._client is None else [self._client]
         verify = tls.client_context() if tls is not None else False
-        new = self._client = httpx.AsyncClient(verify=verify, timeout=self._timeout_seconds, trust_env=False)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+        transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, socket_options=_KEEP_ALIVE, trust_env=False)
+        new = self._client = httpx.AsyncClient(transport=transport, timeout=self._timeout_seconds, trust_env=False)
         self._state = state
         for client in done:
             await client.aclose()

@@ -31,16 +31,21 @@ VERIFIED = "rollmesh.verified_certificate"
 """Key of the ASGI scope; present when the client has a certificate of the mesh's authority."""
 
 
-@contextlib.asynccontextmanager
-async def public_server(
-    app: FastAPI, config: RunConfig, host: str, port: int, field: str, security: PortSecurity
-) -> AsyncIterator[str]:
-    """Serve an application; yields its URL, which ends in a slash. ConfigError names ``field`` if the port is taken."""
+def public_listener(config: RunConfig, host: str, port: int, field: str) -> tuple[socket.socket, str]:
+    """Return a listening socket, and the host:port where clients reach it; raises ConfigError like ``listen``."""
     listener = listen_with_timeout(host, port, field)
     if host in WILDCARDS:  # clients need an address to connect to
         host = config.network.advertise_host or ("::1" if ":" in host else "127.0.0.1")
-    async with http_server(app, listener, security, grace_seconds=_GRACE_SECONDS) as bound:
-        yield f"{security.scheme}://{host_port(host, bound)}/"
+    return listener, host_port(host, int(listener.getsockname()[1]))
+
+
+@contextlib.asynccontextmanager
+async def public_server(
+    app: FastAPI, listener: socket.socket, reached: str, security: PortSecurity
+) -> AsyncIterator[str]:
+    """Serve an application at the socket of ``public_listener``; yields its URL, which ends in a slash."""
+    async with http_server(app, listener, security, grace_seconds=_GRACE_SECONDS):
+        yield f"{security.scheme}://{reached}/"
 
 
 @contextlib.asynccontextmanager

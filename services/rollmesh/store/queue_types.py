@@ -77,6 +77,16 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPlace:
+    """Process that has a session of an agent, or had it last."""
+
+    address: str
+    """host:port of its API."""
+    lives: bool
+    """True while a trajectory of the session is held or waits for its next lease."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Append:
     """One partial save: tokens that follow the ``token_offset`` saved tokens."""
 

@@ -115,6 +115,7 @@ _PER_IDENTITY = {
     "upload": "u",  # a prompt over 64 KB before its admission
     "held": "h",  # trajectories held by a session
     "session": "w",  # worker and last leases of a session
+    "agent": "a",  # who has a session of an agent, by its id; its id, by its name
     "batch": "b",  # digest of a cut
     "batch_groups": "bg",  # ordered groups of a cut
     "letter": "l",  # a dead letter

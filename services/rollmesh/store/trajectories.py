@@ -118,14 +118,19 @@ class TrajectoryQueue(QueuePart):
             released += int(await self._connection.run("release", session, how, *part))
         return released
 
-    async def keep_snapshot(self, session: str, trajectory_id: str, snapshot: bytes, *, incarnation: int = 0) -> bool:
+    async def keep_snapshot(
+        self, session: str, trajectory_id: str, snapshot: bytes, *agent: str, incarnation: int = 0
+    ) -> bool:
         """Save the environment state of a leased trajectory, replacing the older one.
 
         Returns False when the session does not hold it, or holds another incarnation of it.
 
+        ``agent``: id and name of the agent's session that the trajectory is in; Conflict if another one in progress has
+        the name.
+
         The snapshot is not atomic with ``append``: it contains the turns that it covers.
         """
-        return bool(await self._connection.run("keep_snapshot", session, trajectory_id, incarnation, snapshot))
+        return bool(await self._connection.run("keep_snapshot", session, trajectory_id, incarnation, snapshot, *agent))
 
     async def restart(self, session: str, trajectory_ids: Sequence[str]) -> list[int | None]:
         """Drop the saved tokens of leased trajectories that have to restart, because their environment was lost.

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from rollmesh.store.limits import QueuePart
-from rollmesh.store.queue_types import HeldTokens, ReRegistered
+from rollmesh.store.queue_types import AgentPlace, HeldTokens, ReRegistered
 from rollmesh.store.redis_connection import Argument
 
 _SLICE = 128
@@ -15,11 +15,23 @@ _SLICE = 128
 class Sessions(QueuePart):
     """Sessions of rollout workers."""
 
-    async def open(self, worker: str) -> str:
-        """Open a session; returns a random 128-bit token that every write of the worker passes."""
+    async def open(self, worker: str, address: str = "") -> str:
+        """Open a session; returns a random 128-bit token that every write of the worker passes.
+
+        ``address``: host:port of a process that has sessions of agents.
+        """
         token = secrets.token_hex(16)
-        await self._connection.run("open_session", token, worker)
+        await self._connection.run("open_session", token, worker, address)
         return token
+
+    async def agent_addresses(self) -> set[str]:
+        """Return the addresses of the live processes that have sessions of agents."""
+        return {address.decode() for address in await self._connection.run("agent_addresses")}
+
+    async def find_agent(self, id_or_name: str) -> AgentPlace | None:
+        """Return the process that has a session of an agent, or had it last; None for an unknown session."""
+        reply = await self._connection.run("find_agent", id_or_name)
+        return AgentPlace(address=reply[0].decode(), lives=bool(reply[1])) if reply else None
 
     async def heartbeat(self, session: str) -> str:
         """Renew a session; raises SessionLost when it is closed or was reaped.
@@ -53,7 +65,9 @@ class Sessions(QueuePart):
             if not given:
                 return total
 
-    async def reregister(self, session: str, held: Sequence[HeldTokens], worker: str = "") -> list[ReRegistered]:
+    async def reregister(
+        self, session: str, held: Sequence[HeldTokens], worker: str = "", address: str = ""
+    ) -> list[ReRegistered]:
         """Report everything that the session holds, after Redis came back or the session was replaced.
 
         Trajectories that are not in ``held`` return to the queue. A trajectory is kept only if the tokens in the queue
@@ -72,7 +86,7 @@ class Sessions(QueuePart):
             # a save may have been in progress.
             digest = str(each.digest_at(tokens)) if tokens <= each.token_count() else "-"
             words += [each.trajectory_id, each.incarnation, tokens, digest]
-        reply = await self._connection.run("reregister", session, worker, *words)
+        reply = await self._connection.run("reregister", session, worker, address, *words)
         return [
             ReRegistered(trajectory_id=h.trajectory_id, kept=bool(reply[2 * at]), saved_token_count=reply[2 * at + 1])
             for at, h in enumerate(held)

@@ -104,9 +104,13 @@ def worker_deps(
     program: Program,
     metrics: WorkerMetrics,
     health: Health,
+    address: str = "",
 ) -> WorkerDeps:
-    """Build the dependencies of the worker ``name``; its process may share them with other users."""
-    session = WorkerSession(store.sessions, name, settings.heartbeat_seconds, metrics)
+    """Build the dependencies of the worker ``name``; its process may share them with other users.
+
+    ``address``: host:port of its sessions of agents.
+    """
+    session = WorkerSession(store.sessions, name, settings.heartbeat_seconds, metrics, address)
     generators, policies = GeneratorPool(store.generators, placement=settings.placement), NewestPolicy(store.policies)
     return WorkerDeps(
         store=store,

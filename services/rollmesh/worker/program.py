@@ -37,8 +37,8 @@ class RolloutContext:
     """Operation that reports the policy version of the first token while no token is durable."""
     restart: TrajectoryWrite
     """Operation that drops all tokens, including saved ones."""
-    keep_snapshot: Callable[[ActiveTrajectory, bytes], Awaitable[None]]
-    """Operation that makes the state of the environment durable."""
+    keep_snapshot: Callable[..., Awaitable[None]]
+    """Operation that makes the state of the environment durable: ``Saver.keep_snapshot``."""
     turns: int | None = None
     """Most turns of the trajectory; None for those of the program."""
     pinned_version: int | None = None

@@ -150,16 +150,17 @@ class Saver:
         """Turn the trajectory into a dead letter."""
         await self._failures.submit((trajectory_id, reason))
 
-    async def keep_snapshot(self, active: ActiveTrajectory, snapshot: bytes) -> None:
+    async def keep_snapshot(self, active: ActiveTrajectory, snapshot: bytes, *agent: str) -> None:
         """Store the state of the trajectory's environment; a lease lost meanwhile is only detected by the next save.
 
-        Raises LetGo if the lease is known to be lost.
+        ``agent``: id and name of the agent's session. Raises LetGo if the lease is known to be lost, and Conflict if
+        another session in progress has the name.
         """
         active.check_lost()
         active.snapshot = snapshot
         trajectory_id, incarnation = active.trajectory_id, active.incarnation
         await self._session.call(
-            lambda session: self._queue.keep_snapshot(session, trajectory_id, snapshot, incarnation=incarnation)
+            lambda session: self._queue.keep_snapshot(session, trajectory_id, snapshot, *agent, incarnation=incarnation)
         )
 
     async def restart(self, active: ActiveTrajectory) -> None:

@@ -30,9 +30,17 @@ class WorkerSession:
     keep and from which token on to save.
     """
 
-    def __init__(self, sessions: Sessions, worker: str, heartbeat_seconds: float, metrics: TrajectoryMetrics) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        worker: str,
+        heartbeat_seconds: float,
+        metrics: TrajectoryMetrics,
+        address: str = "",
+    ) -> None:
+        """``address``: host:port where other processes reach the sessions of agents of this one."""
         self._sessions = sessions
-        self._worker = worker
+        self._worker = (worker, address)
         self._heartbeat_seconds = heartbeat_seconds
         self._metrics = metrics
         self._log = get_logger("session")
@@ -58,7 +66,7 @@ class WorkerSession:
 
     async def open(self) -> None:
         """Open the first session."""
-        self._session = await self._sessions.open(self._worker)
+        self._session = await self._sessions.open(*self._worker)
         self._server = await self._sessions.heartbeat(self._session)
 
     async def close(self) -> None:
@@ -115,7 +123,7 @@ class WorkerSession:
             session = lost
             if server is None:
                 self._metrics.sessions_lost.inc()
-                session = await self._retry(lambda: self._sessions.open(self._worker), self._waiting)
+                session = await self._retry(lambda: self._sessions.open(*self._worker), self._waiting)
             await self._retry(lambda: self._register(session), self._waiting)
 
     async def _compare(self, session: str, beat: Beat) -> None:
@@ -156,10 +164,10 @@ class WorkerSession:
         saved_before = {active.trajectory_id: active.saved_token_count for active in self.trajectories.values()}
         held_tokens = [active.held_tokens() for active in self.trajectories.values()]
         try:
-            answers = await self._sessions.reregister(session, held_tokens, self._worker)
+            answers = await self._sessions.reregister(session, held_tokens, *self._worker)
         except SessionLost:
-            session = await self._sessions.open(self._worker)
-            answers = await self._sessions.reregister(session, held_tokens, self._worker)
+            session = await self._sessions.open(*self._worker)
+            answers = await self._sessions.reregister(session, held_tokens, *self._worker)
         try:
             self._server = await self._sessions.heartbeat(session)
         except SessionLost as error:

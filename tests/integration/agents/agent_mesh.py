@@ -31,7 +31,7 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.generator.main import serve as serve_generator
 from rollmesh.rollout.main import serve as serve_rollout
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http_server import http_server, listen
+from rollmesh.runtime.http_server import http_server, public_listener
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.scheduling import run_limits
@@ -187,12 +187,13 @@ class AgentMesh:
     async def api(self, index: int = 0, grace_seconds: int = 1) -> AsyncIterator[Api]:
         """An agents service in this process, at a port of its own."""
         shutdown, registry = asyncio.Event(), Metrics("agents")
+        listener, address = public_listener(self.config, "127.0.0.1", 0, "port")
         async with openai_service(
-            self.config, index, self.store, self.tokenizer, registry, Health(), shutdown
+            self.config, index, self.store, self.tokenizer, registry, Health(), shutdown, address
         ) as service:
             app = build_app(service, TOKEN, RequestMetrics(registry), "127.0.0.1")
-            async with http_server(app, listen("127.0.0.1", 0, "port"), grace_seconds=grace_seconds) as port:
-                yield Api(service, registry, f"http://127.0.0.1:{port}", shutdown, app)
+            async with http_server(app, listener, grace_seconds=grace_seconds):
+                yield Api(service, registry, f"http://{address}", shutdown, app)
 
     async def aclose(self) -> None:
         self.shutdown.set()

@@ -11,7 +11,6 @@ import httpx
 import openai
 import pytest
 
-from rollmesh.agents import agents_service
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.errors import StoreUnavailable
 from rollmesh.store.queue_types import LeasedTrajectory
@@ -54,7 +53,7 @@ async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..
 
 
 async def test_sessions_of_an_earlier_service_are_not_unknown_before_the_pause_ends(
-    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_mesh: Callable[..., Any],
 ) -> None:
     mesh: AgentMesh = await make_mesh()
     async with mesh.api() as first, http_of(first) as http:
@@ -71,27 +70,21 @@ async def test_sessions_of_an_earlier_service_are_not_unknown_before_the_pause_e
     async def status(http: httpx.AsyncClient, session_id: str) -> int:
         return (await http.get(f"/sessions/{session_id}")).status_code
 
-    with monkeypatch.context() as patch:
-        # The time for the take-over is over at once.
-        patch.setattr(agents_service, "_TAKE_OVER_SECONDS", -2 * mesh.config.store.session_ttl_seconds)
-        async with mesh.api(index=1) as second, http_of(second) as http:
-            refused = await http.post("/sessions", json={"wait_seconds": 0.2})
-            assert "paused by an operator" in refused.json()["error"]["message"]
-            assert await status(http, agent.id) == 503
-            patch.undo()
-            await mesh.store.settings.set_user_paused(False)
+    async with mesh.api(index=1) as second, http_of(second) as http:
+        refused = await http.post("/sessions", json={"wait_seconds": 0.2})
+        assert "paused by an operator" in refused.json()["error"]["message"]
+        assert await status(http, agent.id) == 503
+        await mesh.store.settings.set_user_paused(False)
 
-            async def known() -> bool:
-                return await status(http, agent.id) == 200
+        async def known() -> bool:
+            return await status(http, agent.id) == 200
 
-            await mesh.until("the session is taken over", known)
-            again = Agent(second, agent.told)
-            again.messages = agent.messages
-            await again.turn()
-            assert (await state(http, agent.id))["drift_count"] == 0
-            await again.aclose()
-            patch.setattr(agents_service, "_TAKE_OVER_SECONDS", -2 * mesh.config.store.session_ttl_seconds)
-            assert await status(http, f"ses-{0:032x}") == 404
+        await mesh.until("the session is taken over", known)
+        again = Agent(second, agent.told)
+        again.messages = agent.messages
+        await again.turn()
+        assert (await state(http, agent.id))["drift_count"] == 0
+        await again.aclose()
 
 
 async def test_an_agent_that_does_not_wait_gets_a_prompt_that_is_there_or_the_reason(

@@ -54,9 +54,9 @@ async def test_a_lease_that_no_task_works_on_is_noticed_and_leased_again(store, 
 async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(store, monkeypatch):
     reregister, held_by, stated, compared = store.sessions.reregister, store.sessions.held_by, [], []
 
-    async def noted(session, held, worker=""):
+    async def noted(session, held, *worker):
         stated.append(len(held))
-        return await reregister(session, held, worker)
+        return await reregister(session, held, *worker)
 
     async def looked(session):
         compared.append(session)
@@ -124,9 +124,9 @@ async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_tho
     awake, open_session = asyncio.Event(), store.sessions.open
     awake.set()
 
-    async def open_once_awake(worker):
+    async def open_once_awake(*worker):
         await awake.wait()
-        return await open_session(worker)
+        return await open_session(*worker)
 
     monkeypatch.setattr(store.sessions, "open", open_once_awake)
     plan = schedule("sync", train_steps=1)
@@ -204,10 +204,10 @@ async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, 
     """The new session may lease only once it has taken along what is running here."""
     reregister, slowly = store.sessions.reregister, []
 
-    async def reregister_slowly(session, held, worker=""):
+    async def reregister_slowly(session, held, *worker):
         slowly.append(len(held))
         await asyncio.sleep(0.8)
-        return await reregister(session, held, worker)
+        return await reregister(session, held, *worker)
 
     monkeypatch.setattr(store.sessions, "reregister", reregister_slowly)
     async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.05), chunk=4) as run:
@@ -232,8 +232,8 @@ async def test_saves_continue_while_everything_is_registered_with_a_restarted_se
 
         return count
 
-    async def answer_late(session, held, worker=""):
-        answers = await reregister(session, held, worker)
+    async def answer_late(session, held, *worker):
+        answers = await reregister(session, held, *worker)
         before = await saved()
         saves.append(await reached(more_than(before)) - before)
         generator.seconds_per_token = 0.005

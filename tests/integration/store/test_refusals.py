@@ -28,7 +28,7 @@ MANY = 9_000
     [
         ("init_run", (0, "train_steps", 200, "group_size", 3), Conflict),
         ("open_trainer_session", ("fenced", "trainer", "lineage"), SessionLost),
-        ("reregister", ("stranger", "worker", "e0-0.0", 0, 3, "0" * 16), SessionLost),
+        ("reregister", ("stranger", "worker", "", "e0-0.0", 0, 3, "0" * 16), SessionLost),
         ("pin_policy", (7, "", ""), Conflict),
     ],
 )

@@ -24,7 +24,7 @@ from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
 from rollmesh.report.view.recorded_overview import no_rollouts, recorded_overview
 from rollmesh.runtime.api_app import no_check, token_check
-from rollmesh.runtime.http_server import accepted_hosts, public_server
+from rollmesh.runtime.http_server import accepted_hosts, public_listener, public_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
@@ -55,7 +55,7 @@ async def serve_view(
     reads = await asyncio.to_thread(RecordedReads, run, config, GatewayMetrics(metrics), beside)
     token = known_token(config) or secrets.token_urlsafe(32)
     app = _app(run, config, reads, RequestMetrics(metrics, "page"), token)
-    async with public_server(app, config, _HOST, port, "--port", PortSecurity()) as url:
+    async with public_server(app, *public_listener(config, _HOST, port, "--port"), PortSecurity()) as url:
         ready(link_with_token(url, token))
         await shutdown.wait()
         reads.hub.close(EndEvent(time=time.time(), by="signal"))

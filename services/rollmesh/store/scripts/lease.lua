@@ -1,7 +1,8 @@
 #!lua
 -- pending | partial | resting -> leased, at most pool_size over the whole mesh: partial trajectories in the resume order
 -- of the run, by default those of the oldest group first, among them those that rested long enough; then pending ones in
--- its start order (lib/places.lua).
+-- its start order (lib/places.lua). A partial one of an agent's session stays, with its place in the pool, while another
+-- worker session may still hold or return trajectories of that session: one process continues all of them.
 -- ARGV: session, nonce, limit, maximum number of pending ones among them.
 -- Returns JSON, one object per trajectory; a retry with the same nonce gets the same reply. `since` is the time of the
 -- first lease in ms, `plan` the plan of its round in a run with rounds, `prompt` the record of its prompt in a run with a
@@ -48,17 +49,30 @@ local function take(id)
   return true
 end
 
+local function is_elsewhere(agent)
+  local owner = call('HGET', agent_key(agent), 'worker')
+  return owner and owner ~= session and (call('ZSCORE', K.sessions, owner) or call('SISMEMBER', K.closing, owner) == 1)
+end
+
+local left = 0
 local function take_from(queue, most)
-  while #held < most and buried < max_burials do
-    local found = call('ZRANGE', queue, 0, most - #held - 1)
+  local passed = 0
+  while #held + left < most and buried < max_burials do
+    local found = call('ZRANGE', queue, passed, passed + most - left - #held - 1)
     if #found == 0 then return end
     local seen = {}
     for _, id in ipairs(found) do
-      seen[#seen + 1] = id
-      -- A dead letter may open a replacement that precedes the rest of `found`, or drop their group.
-      if not take(id) then break end
+      local agent = queue == K.partial and call('HGET', trajectory_key(id), 'agent')
+      if agent and is_elsewhere(agent) then
+        passed, left = passed + 1, left + 1
+      else
+        seen[#seen + 1] = id
+        -- A dead letter may open a replacement that precedes the rest of `found`, or drop their group.
+        if not take(id) then break end
+        if agent then own_agent(session, agent, id) end
+      end
     end
-    call('ZREM', queue, unpack(seen))
+    if #seen > 0 then call('ZREM', queue, unpack(seen)) end
   end
 end
 
@@ -80,7 +94,7 @@ end
 
 if room > 0 then wake() end
 take_from(K.partial, room)
-take_from(K.pending, math.min(room, #held + most_new))
+take_from(K.pending, math.min(room, #held + left + most_new))
 local reply = '[]'
 if #held > 0 then
   reply = cjson.encode(leased)

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- Re-registers everything that a worker holds after the server came back. Trajectories that it does not list return to
 -- the queue. It keeps a listed trajectory only if the tokens in the queue are the first tokens of the worker's.
--- ARGV: session, worker name, then (id, incarnation, tokens, digest of these tokens, '-' when it has fewer) each.
+-- ARGV: session, worker name and address, then (id, incarnation, tokens, digest of these tokens, '-' when it has fewer)
+-- each.
 -- Returns (kept, saved tokens) per item.
 local session, named = ARGV[1], {}
 if not recovering() then
@@ -9,7 +10,7 @@ if not recovering() then
 else
   -- The session may have been opened in the lost part of the state.
   call('ZADD', K.sessions, now() + ttl_ms(), session)
-  call('HSET', session_key(session), 'worker', ARGV[2])
+  call('HSET', session_key(session), 'worker', ARGV[2], 'address', ARGV[3])
   call('SREM', K.closing, session)
 end
 
@@ -23,7 +24,7 @@ local function agrees(at)
   return same and ARGV[at + 3] ~= '-' and (tokens == stated or (v[3] == session and tokens > stated))
 end
 
-for at = 3, #ARGV, 4 do named[ARGV[at]] = agrees(at) end
+for at = 4, #ARGV, 4 do named[ARGV[at]] = agrees(at) end
 for _, id in ipairs(call('SMEMBERS', held_key(session))) do
   if not named[id] then
     call('SREM', held_key(session), id)
@@ -64,10 +65,12 @@ local function keep(id)
   return lease_again(id, v[1] == S.partial and K.partial or v[1] == S.resting and K.resting or K.pending)
 end
 
-for at = 3, #ARGV, 4 do
+for at = 4, #ARGV, 4 do
   local id = ARGV[at]
   local kept = named[id] and keep(id)
   if not kept then count('lost_by_recovery_total', 1) end
+  local agent = kept and call('HGET', trajectory_key(id), 'agent')
+  if agent then own_agent(session, agent, id) end
   reply[#reply + 1] = kept and 1 or 0
   reply[#reply + 1] = kept and tonumber(call('HGET', trajectory_key(id), 'tokens')) or 0
 end
