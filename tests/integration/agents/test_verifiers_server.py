@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,9 +17,10 @@ import pytest
 from rollmesh.agents.hosted_agent import hosted_agent
 from rollmesh.runtime.addresses import free_port
 from rollmesh.tasks.environments.environment_protocol import load_agent
-from rollmesh.types import OutcomeKind, Trajectory
+from rollmesh.types import OutcomeKind, SegmentSource, Trajectory
 
 from ...kit.environments import python_of
+from .agent_client import http_of
 from .agent_mesh import TOKEN, AgentMesh, Api
 from .tool_model import ADD
 
@@ -25,22 +28,27 @@ ENVIRONMENTS = Path(__file__).parents[2] / "environments"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
-def script(name: str, **changes: str) -> dict[str, Any]:
-    """A script of the document, with texts in it replaced, in the environment of verifiers."""
+def of_document(name: str, **changes: str) -> str:
+    """A script of the document, with texts in it replaced."""
     code = DOCUMENT.read_text().split(f"<!-- {name} -->")[1].split("```python\n")[1].split("```")[0]
     for before, after in changes.items():
         assert before in code
         code = code.replace(before, after)
+    return code
+
+
+def script(code: str, *arguments: str) -> dict[str, Any]:
+    """A script in the environment of verifiers."""
     environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS), "ROLLMESH_API_KEY": TOKEN, "OMP_NUM_THREADS": "1"}
-    return {"args": [str(python_of("verifiers")), "-c", code, "verifiers_sums"], "env": environment}
+    return {"args": [str(python_of("verifiers")), "-c", code, *arguments], "env": environment}
 
 
 @contextmanager
 def serving(address: str, folder: Path, harness: str = "verifiers_sums") -> Iterator[None]:
     """An environment server process; it is killed at the end."""
     with (folder / "environment.log").open("ab") as log:
-        starting = script("serve", **{"tcp://127.0.0.1:5000": address, "null": harness})
-        process = subprocess.Popen(**starting, stdout=log, stderr=log)
+        code = of_document("serve", **{"tcp://127.0.0.1:5000": address, "null": harness})
+        process = subprocess.Popen(**script(code, "verifiers_sums"), stdout=log, stderr=log)
     try:
         yield
     finally:
@@ -50,7 +58,7 @@ def serving(address: str, folder: Path, harness: str = "verifiers_sums") -> Iter
 
 def write_rows(file: Path, **changes: Any) -> dict[str, Any]:
     """Rows with the taskset's tasks, as a run's source."""
-    done = subprocess.run(**script("tasks"), capture_output=True, text=True, check=True)
+    done = subprocess.run(**script(of_document("tasks"), "verifiers_sums"), capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     for row in rows:
         row["task_data"] = json.dumps(json.loads(row["task_data"]) | {"tools": [ADD], **changes})
@@ -64,6 +72,28 @@ async def agent(mesh: AgentMesh, address: str) -> AsyncIterator[Api]:
     async with mesh.api() as api, hosted_agent(api.service, api.app, function, TOKEN, api.url, api.shutdown):
         yield api
         api.shutdown.set()
+
+
+TRAIN = """
+import asyncio, json, sys
+from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.serve import EnvClient
+from verifiers.v1.types import SamplingConfig
+
+async def main(address, base_url, model, tokenizer, task):
+    client = EnvClient(address)
+    await client.wait_for_server_startup()
+    chosen = TrainClientConfig(base_url=base_url, api_key_var="ROLLMESH_API_KEY", renderer={"name": "qwen3"},
+                               renderer_model_name=tokenizer)
+    episode = await client.run(chosen, model, SamplingConfig(temperature=1.0), json.loads(task))
+    assert episode.ok, episode.traces[0].errors
+    (branch,) = episode.traces[0].branches
+    print(json.dumps([branch.token_ids, branch.sampled_mask, branch.logprobs]))
+    await client.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""A trainer of verifiers: one episode by its train client, which renders messages itself."""
 
 
 def trajectories(batch: Any) -> list[Trajectory]:
@@ -142,3 +172,43 @@ async def test_a_harness_and_a_tool_server_of_the_package_work_unchanged(
             for trajectory in trajectories(await mesh.batch(1)):
                 check_exact(mesh, trajectory)
         assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
+
+
+@pytest.mark.long  # three processes that import verifiers
+async def test_the_train_client_of_verifiers_records_the_sample_that_it_would_train_on(
+    make_tools_mesh: Callable[..., Any], tmp_path: Path
+) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    mesh = await make_tools_mesh(data=write_rows(tmp_path / "rows.jsonl"), schedule={"groups_per_batch": 1})
+    samples = {}
+    tokenizer = tmp_path / "tokenizer"  # without config.json, for which transformers adds an unknown token of Qwen2
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(mesh.config.model.path) / name, tokenizer)
+    async with mesh.api() as api, http_of(api) as http:
+        with serving(address, tmp_path):
+            for _ in range(mesh.config.schedule.group_size):
+                told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
+                base_url = f"{api.url}/sessions/{told['id']}/v1"
+                sent = (address, base_url, told["model"], str(tokenizer), told["task"]["task_data"])
+                done = await asyncio.to_thread(
+                    subprocess.run, **script(TRAIN, *sent), stdout=subprocess.PIPE, text=True, check=True
+                )
+                shown = (await http.get(f"/sessions/{told['id']}")).json()
+                assert shown["drift_count"] == 0
+                samples[shown["trajectories"][0]["id"]] = json.loads(done.stdout)
+                await http.post(f"/sessions/{told['id']}/reward", json={"reward": 1.0})
+        trained = trajectories(await mesh.batch(1))
+    assert {trajectory.trajectory_id for trajectory in trained} == set(samples)
+    for trajectory in trained:
+        token_ids, mask, logprobs = samples[trajectory.trajectory_id]
+        lists = [
+            (s.token_ids.tolist(), s.source is SegmentSource.POLICY, s.behavior_logprobs) for s in trajectory.segments
+        ]
+        assert [*trajectory.prompt.token_ids.tolist(), *(t for ids, _, _ in lists for t in ids)] == token_ids
+        own = [is_own for ids, is_own, _ in lists for _ in ids]
+        assert [False] * len(trajectory.prompt.token_ids) + own == mask
+        recorded = [value for _, _, values in lists if values is not None for value in values.tolist()]
+        assert recorded == pytest.approx(
+            [value for value, is_own in zip(logprobs, mask, strict=True) if is_own], abs=1e-5
+        )

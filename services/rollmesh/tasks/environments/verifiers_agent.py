@@ -50,7 +50,7 @@ class VerifiersAgent:
         if not isinstance(address, str) or not address.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"rollout.agent.function_options: address={address!r}, expected tcp://HOST:PORT")
         self._address = address
-        self._silent_seconds = silent_seconds
+        self._silent_seconds = float(silent_seconds)
 
     async def __call__(self, client: Any, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the body of the reward call. Raises EnvironmentFailed if the server made no reward."""
