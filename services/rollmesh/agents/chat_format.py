@@ -183,7 +183,7 @@ class ChatFormats:
         self._variables = config.data.chat_template_kwargs
         self._options = config.agents.renderer_options
         self._formats: dict[str, RendererFormat] = {}
-        _check_named(config.agents, tokenizer, self._variables)
+        check_named_format(config.agents, tokenizer, self._variables)
         self._renderer = "" if config.agents.renderer == "template" else config.agents.renderer
         if self._renderer == "auto":
             self._renderer = _matching_renderer(tokenizer, self._options, self._variables) if _is_installed() else ""
@@ -239,7 +239,7 @@ def _make_renderer(
     return create_renderer(NamedTokenizer(tokenizer), config, chat_template_kwargs=variables)
 
 
-def _check_named(config: AgentsConfig, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+def check_named_format(config: AgentsConfig, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the package is there and knows the named renderer and parser for this tokenizer."""
     field, name = (
         ("renderer", config.renderer) if config.renderer not in _NO_NAME else ("tool_parser", config.tool_parser)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollmesh.agents.chat_format import check_named_format
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.config.data import PythonSource
 from rollmesh.config.load import inherited_environment, secret_environment
@@ -164,6 +165,8 @@ def try_inputs(model: RunModel, late: Callable[[str], None] | None = None) -> li
         try_environment(config, prompt, ["", str(prompt.metadata.get("answer", "1"))])
     if config.rollout.program == "agent" and config.rollout.agent.function is not None:
         load_agent(config.rollout.agent.function, config.rollout.agent.function_options)
+    if config.rollout.program == "agent" or config.agents.enabled:
+        check_named_format(config.agents, tokenizer, config.data.chat_template_kwargs)
     for scored_prompt in scored:
         _score_prompt(late, config, scored_prompt, tokenizer)
     return list(_hints(config, tokenizer, prompt))

@@ -1,6 +1,6 @@
 """An agent of the agents SDK, as its users write one; runs in the environment of frameworks, where the SDK is.
 
-python sdk_agent.py BASE_URL API_KEY MODEL whole|streamed      print the final output as JSON
+Usage: sdk_agent.py BASE_URL MODEL FUNCTION KEY KEY; prints the final outputs of a whole run and of a streamed one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ async def add(_: Any, arguments: str) -> str:
     return "5" if sent == {"a": 2, "b": 3} else "five"
 
 
-async def main(url: str, model: str, *keys: str) -> None:
+async def main(url: str, model: str, function: str, *keys: str) -> None:
     set_tracing_disabled(True)
-    number = {"type": "integer"}
-    schema = {"type": "object", "properties": {"a": number, "b": number}}
-    tool = FunctionTool("add", "Add two numbers.", schema, add, strict_json_schema=False)
+    of = json.loads(function)
+    tool = FunctionTool(of["name"], of["description"], of["parameters"], add, strict_json_schema=False)
     clients = [AsyncOpenAI(base_url=url, api_key=key, max_retries=0) for key in keys]
     whole, streamed = (
         Agent(name="calculator", tools=[tool], model=OpenAIResponsesModel(model, client)) for client in clients

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -16,7 +15,7 @@ from rollmesh.agents.chat_format import NamedTokenizer
 from rollmesh.types import SegmentSource
 
 from .agent_client import http_of, state
-from .agent_mesh import TOKEN, AgentMesh, Api
+from .agent_mesh import AgentMesh
 from .tool_model import ADD, QUESTION
 
 
@@ -78,38 +77,6 @@ async def answer(client: openai.AsyncOpenAI, told: dict[str, Any], messages: lis
         choice = (await stream.get_final_completion()).choices[0]
     choice.model_extra["token_ids"] = ids
     return choice
-
-
-async def test_an_edited_result_of_a_tool_is_a_drift_and_an_unknown_one_is_refused(tools_mesh: AgentMesh) -> None:
-    mesh = tools_mesh
-    async with mesh.api() as api, http_of(api) as http:
-        told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
-        async with api.client(api_key=told["api_key"]) as client:
-            first = await answer(client, told, [QUESTION], False)
-            echo = first.message.model_dump(include={"role", "content", "tool_calls"})
-            results = [result_of(call) for call in first.message.tool_calls]
-            with pytest.raises(openai.BadRequestError) as refused:
-                await answer(client, told, [QUESTION, echo, {**results[0], "tool_call_id": "call_of_nobody"}], False)
-            assert "messages.2.tool_call_id" in str(refused.value)
-            last = await answer(client, told, [QUESTION, echo, *results], False)
-            edited = [QUESTION, echo, {**results[0], "content": "6"}, results[1]]
-            await answer(client, told, edited, False)
-            assert (await state(http, told["id"]))["drift_count"] == 1
-            assert last.message.content == "It is 5."
-
-
-async def test_two_calls_of_one_session_at_once_are_not_mixed(tools_mesh: AgentMesh) -> None:
-    async with tools_mesh.api() as api, http_of(api) as http:
-        told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
-        url, key = f"/sessions/{told['id']}/v1/chat/completions", {"Authorization": f"Bearer {TOKEN}"}
-        body = {"model": told["model"], "messages": [QUESTION], "tools": [ADD]}
-
-        async def ask(api: Api) -> int:
-            async with http_of(api) as each:
-                return (await each.post(f"{api.url}{url}", json=body, headers=key)).status_code
-
-        assert sorted(await asyncio.gather(*(ask(api) for _ in range(2)))) in ([200, 409], [200, 200])
-        assert (await state(http, told["id"]))["state"] == "active"
 
 
 async def test_a_client_that_renders_for_itself_sends_and_gets_token_ids(tools_mesh: AgentMesh) -> None:

@@ -89,6 +89,17 @@ def test_a_run_that_cannot_start_is_refused_by_field(sections: dict[str, Any], m
         checked(run(**sections))
 
 
+@pytest.mark.parametrize(
+    ("renderer", "words"),
+    [("qwen4", "'qwen4' is unknown; known are qwen3, "), ("llama-3", "llama-3 does not fit the tokenizer of ")],
+)
+def test_a_renderer_that_does_not_know_the_tokenizer_is_refused_before_the_services_start(
+    renderer: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"agents.renderer: {words}"):
+        check_run(run(rollout={"program": "agent"}, agents={"renderer": renderer}))
+
+
 def test_a_run_cannot_start_from_an_adapter(tmp_path: Path) -> None:
     for name in ("config.json", "adapter_config.json"):
         (tmp_path / name).write_text("{}")
