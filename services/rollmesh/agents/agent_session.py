@@ -23,7 +23,7 @@ from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.tasks.sources.derived import task_of
 from rollmesh.types import FinishReason, Prompt
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
-from rollmesh.worker.agent_mark import AgentMark
+from rollmesh.worker.agent_mark import AgentMark, root_of
 from rollmesh.worker.program import RolloutContext, RolloutResult
 
 _ENDS = {
@@ -39,7 +39,7 @@ UNWANTED = "unwanted"
 """Reason for giving up a trajectory whose only answer the agent has requested again."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class AgentSession:
     """State of one session; the marks of its trajectories hold everything that must survive the process."""
 
@@ -51,6 +51,8 @@ class AgentSession:
     start_time: float
     idle_seconds: float
     trajectories: list[SessionTrajectory] = field(default_factory=list)
+    team: list[AgentSession]
+    """Sessions in progress that share one reward, this one included: an agent's and those of its sub-agents."""
     drift_count: int = 0
     ended: str = ""
     """rewarded, given_up, idle or lost; empty while the session is active."""
@@ -62,14 +64,21 @@ class AgentSession:
     last_use: float = field(default_factory=time.monotonic)
 
     @property
+    def is_root(self) -> bool:
+        """False for a session of a sub-agent."""
+        return self.session_id == root_of(self.session_id)
+
+    @property
     def newest(self) -> SessionTrajectory:
         """Trajectory that the conversation is in."""
         return self.trajectories[-1]
 
     @property
     def deadline(self) -> float:
-        """Time when a silent session ends, monotonic seconds; it moves on while a call or reward is in progress."""
-        return (time.monotonic() if self.lock.locked() else self.last_use) + self.idle_seconds
+        """Time when a silent team ends, monotonic seconds; it moves on while a call or reward is in progress."""
+        is_busy = any(session.lock.locked() for session in self.team)
+        last_use = max((session.last_use for session in self.team), default=self.last_use)
+        return (time.monotonic() if is_busy else last_use) + self.idle_seconds
 
     @property
     def state(self) -> str:
@@ -94,6 +103,7 @@ class AgentSession:
             "id": self.session_id,
             "object": "rollmesh.session",
             "name": self.name or None,
+            "parent": None if self.is_root else root_of(self.session_id),
             "api_key": f"{KEY_PREFIX}{self.session_id}",
             "model": run,
             "state": self.state,
@@ -206,7 +216,7 @@ class SessionTrajectory:
     async def save_mark(self, rollout: RolloutContext, **changes: Any) -> None:
         """Save changes of the mark, then apply them; Conflict if another session in progress has the session's name."""
         mark = replace(self.mark, **changes)
-        await rollout.keep_snapshot(rollout.active, mark.to_bytes(), mark.session_id, mark.session_name)
+        await rollout.keep_snapshot(rollout.active, mark.to_bytes(), root_of(mark.session_id), mark.session_name)
         self.mark = mark
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:

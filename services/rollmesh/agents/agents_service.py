@@ -18,7 +18,7 @@ from rollmesh.agents.connections import Drain
 from rollmesh.agents.openai_errors import Elsewhere, OpenAiError, gone, invalid, not_known_yet, unavailable
 from rollmesh.agents.other_replicas import OtherReplicas
 from rollmesh.agents.recorded_calls import RecordedCalls
-from rollmesh.agents.session_manager import SessionManager
+from rollmesh.agents.session_manager import SessionManager, is_session_id
 from rollmesh.agents.session_rewards import Rewards
 from rollmesh.agents.unrecorded import UnrecordedCalls
 from rollmesh.config import RunConfig
@@ -36,6 +36,7 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import PolicyRecord
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.worker.agent_mark import root_of
 from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.generation_calls import Caller, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
@@ -120,7 +121,7 @@ class OpenAiService:
         found = sessions.find(session)
         if found is not None and found.ended != "lost":  # a session that this process lost may be in another one
             return
-        place = await others.place_of(session)
+        place = await others.place_of(root_of(session) if is_session_id(session) else session)
         if place is None or sessions.find(session) is not found:
             return
         if place.address != others.address and not here:

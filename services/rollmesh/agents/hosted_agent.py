@@ -27,6 +27,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import BackgroundTasks, cancelled_awaits_as_errors
 from rollmesh.tasks.environments.environment_protocol import AgentFunction
 from rollmesh.user_code import described
+from rollmesh.worker.agent_mark import root_of
 
 _PROMPT_SECONDS = 10.0
 """Longest wait for one prompt; without one the next wait begins."""
@@ -69,7 +70,7 @@ class _HostedAgent:
             while not shutdown.is_set():
                 for session in manager.sessions:
                     # The function that began a session of an earlier process is gone.
-                    if session.session_id not in own and not session.newest.mark.ended:
+                    if root_of(session.session_id) not in own and not session.newest.mark.ended:
                         manager.end(session, "given_up")
                 try:
                     session = await unless(open_session(self._service, _PROMPT_SECONDS), self._service.drain())

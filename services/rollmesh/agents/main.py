@@ -37,7 +37,7 @@ from rollmesh.agents.other_replicas import is_answered_here
 from rollmesh.agents.responses_answers import ResponseFormat
 from rollmesh.agents.responses_requests import ResponsesRequest
 from rollmesh.agents.session_address import CLIENT_HEADER, SESSION_HEADER, SessionPaths, access_check
-from rollmesh.agents.session_opening import open_session
+from rollmesh.agents.session_opening import open_session, open_sub_agent
 from rollmesh.agents.session_rewards import check_repeated
 from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
@@ -219,7 +219,12 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
     @api.post("/sessions", status_code=201, responses=_errors(410, 429))
     async def new_session(request: Request, body: SessionRequest | None = None) -> dict[str, Any]:
         """Open a session with a prompt; waits while the run is paused or its pool is full."""
-        opening = open_session(service, (body or SessionRequest()).wait_seconds)
+        body = body or SessionRequest()
+        opening = (
+            open_session(service, body.wait_seconds)
+            if body.parent is None
+            else open_sub_agent(service, body.parent, here=is_answered_here(request))
+        )
         return (await unless_disconnected(request, opening, service.drain)).describe(run, with_task=True)
 
     @api.get("/sessions")

@@ -355,6 +355,8 @@ class SessionRequest(Closed):
 
     wait_seconds: float = Field(default=30.0, ge=0, le=120)
     """Seconds to wait for a prompt while the run is paused or its pool is full."""
+    parent: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """Session of the agent whose reward its sub-agent shares (trainer.algorithm.credit: shared)."""
 
 
 class RewardRequest(Closed):

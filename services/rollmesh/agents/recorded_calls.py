@@ -24,7 +24,7 @@ from rollmesh.agents.context_match import (
     match_next,
     tail_of,
 )
-from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid, unavailable
+from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid, too_many, unavailable
 from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.runtime.logging import get_logger
@@ -210,6 +210,24 @@ class RecordedCalls:
             trajectory.give_up(UNWANTED)
         return await self._next_turn(await self._take(session, newest, request), match)
 
+    async def open_sub_agent(self, parent: AgentSession) -> AgentSession:
+        """Open a session that shares the reward of another one; OpenAiError without room for its trajectory."""
+        async with parent.lock:
+            parent.check()
+            return await self._open_sub_agent(parent)
+
+    async def _open_sub_agent(self, parent: AgentSession) -> AgentSession:
+        try:
+            fork = await self._fork(await parent.newest.wait_ready(time.monotonic() + _PARKED_SECONDS))
+            if fork.leased is None:
+                limit = "pool" if fork.status is ForkStatus.POOL_FULL else "group (curriculum.most_members)"
+                raise too_many(f"parent: the {limit} has no room for another trajectory", "no_room")
+            session = self._session_manager.add_sub_agent(parent, fork.leased.trajectory.trajectory_id)
+            await session.newest.save_mark(await session.newest.wait_ready(time.monotonic() + _PARKED_SECONDS))
+        except LetGo as error:
+            raise gone(f"the session has ended: {error}", "session_ended") from error
+        return session
+
     async def _fork(self, rollout: RolloutContext) -> Fork:
         """Open another trajectory; without room, the result has none. OpenAiError if a pause outlasts the wait."""
         nonce, since = secrets.token_hex(8), dict[ForkStatus, float]()
@@ -227,8 +245,8 @@ class RecordedCalls:
         if fork.status is ForkStatus.PAUSED:
             # A pause ends, and so does the recovery of Redis: they must not cost the tokens of the trajectory.
             raise unavailable(
-                "the context differs from the record, and the run is paused or recovers from a crash of the queue's "
-                "server: no other trajectory can open; send the same call again",
+                "the run is paused or recovers from a crash of the queue's server, and no other trajectory can open, "
+                "which a context that differs from the record and a sub-agent need; send the same call again",
                 "session_parked",
             )
         return fork

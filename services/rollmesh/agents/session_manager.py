@@ -27,12 +27,12 @@ from rollmesh.agents.openai_errors import busy
 from rollmesh.errors import Conflict
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.queue_types import ReleaseReason
-from rollmesh.types import RewardOutcome, Trajectory
+from rollmesh.types import Prompt, RewardOutcome, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
-from rollmesh.worker.agent_mark import AgentMark, posted_outcome
+from rollmesh.worker.agent_mark import AgentMark, posted_outcome, root_of
 from rollmesh.worker.program import RolloutContext, RolloutResult
 
-_SESSION_ID = re.compile(r"ses-[0-9a-f]{32}")
+_SESSION_ID = re.compile(r"ses-[0-9a-f]{32}(\.[0-9]+)?")
 _LEASE_SECONDS = 5.0
 """Longest time that a request without a wait is held until the worker has asked the queue for a prompt."""
 _REMEMBERED_SESSIONS = 4096
@@ -60,6 +60,8 @@ class SessionManager:
         self._empty_leases = 0
         """Number of times that the worker has asked the queue for work and received none."""
         self._sessions: dict[str, AgentSession] = {}
+        self._teams: dict[str, list[AgentSession]] = {}
+        """Sessions in progress by the id of the session that gets their reward."""
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._ids_by_name: dict[str, str] = {}
         """Ids of the sessions, ended ones included, that agents have named."""
@@ -158,8 +160,18 @@ class SessionManager:
         session.trajectories.append(trajectory)
         return trajectory
 
+    def add_sub_agent(self, parent: AgentSession, trajectory_id: str) -> AgentSession:
+        """Open a session that shares the reward of another one, in a trajectory that the worker is about to run."""
+        member = trajectory_id.rpartition(".")[2]
+        mark = AgentMark(
+            session_id=f"{root_of(parent.session_id)}.{member}", trajectory_index=0, start_time=time.time()
+        )
+        session = self._make_session(mark, parent.prompt, parent.group_id)
+        self._begin(session, SessionTrajectory(session, mark), trajectory_id)
+        return session
+
     def end(self, session: AgentSession, how: str, reward: float | None = None) -> None:
-        """End a session; its trajectories without a reward return to the queue."""
+        """End a session and those of its sub-agents; trajectories without a reward return to the queue."""
         if session.ended:
             return
         session.ended, session.reward = how, reward
@@ -169,6 +181,12 @@ class SessionManager:
                 trajectory.give_up(how)
             self._forget(trajectory)
         self._sessions.pop(session.session_id, None)
+        if session in session.team:
+            session.team.remove(session)
+        if not session.team:
+            self._teams.pop(root_of(session.session_id), None)
+        for other in list(session.team) if session.is_root else ():
+            self.end(other, how, reward)
         self._ended[session.session_id] = EndedSession.of(session)
         while len(self._ended) > _REMEMBERED_SESSIONS:
             _, oldest = self._ended.popitem(last=False)
@@ -180,7 +198,8 @@ class SessionManager:
     def sweep(self) -> None:
         """End sessions that were rewarded before this process took them over; update the gauges."""
         for session in self.sessions:
-            if session.trajectories and all(trajectory.closed for trajectory in session.trajectories):
+            every = [trajectory for member in session.team for trajectory in member.trajectories]
+            if session.trajectories and all(trajectory.closed for trajectory in every):
                 mark = session.newest.mark
                 reward = None if mark.outcome is None else mark.outcome.value
                 self.end(session, "rewarded" if mark.ended else "lost", reward)
@@ -235,14 +254,14 @@ class SessionManager:
         if active.snapshot is None:
             return None
         mark = AgentMark.from_bytes(active.snapshot)
-        if mark.session_id in self._ended:
+        if {mark.session_id, root_of(mark.session_id)} & self._ended.keys():
             return None
         session = self._sessions.get(mark.session_id)
         if session is None:
-            session = self._make_session(mark, active)
+            session = self._make_session(mark, active.trajectory.prompt, active.trajectory.group_id)
             self._log.info("agent_session_taken_over", session=mark.session_id, trajectory=active.trajectory_id)
         trajectory = SessionTrajectory(session, mark, active)
-        self._begin(session, trajectory)
+        self._begin(session, trajectory, active.trajectory_id)
         session.trajectories.sort(key=lambda t: t.mark.trajectory_index)
         session.drift_count = max(session.drift_count, mark.drift_count)
         return trajectory
@@ -255,7 +274,7 @@ class SessionManager:
             active = rollout.active
             session_id = f"ses-{secrets.token_hex(16)}"
             mark = AgentMark(session_id=session_id, session_name=name, trajectory_index=0, start_time=time.time())
-            session = self._make_session(mark, active)
+            session = self._make_session(mark, active.trajectory.prompt, active.trajectory.group_id)
             trajectory = SessionTrajectory(session, mark, active)
             try:
                 await trajectory.save_mark(rollout)
@@ -267,7 +286,7 @@ class SessionManager:
                 self._waiting.appendleft((name, future))
                 self.work_due.set()
                 raise
-            self._begin(session, trajectory)
+            self._begin(session, trajectory, active.trajectory_id)
             if future.done():  # the agent has left in the meantime
                 self.end(session, "given_up")
             else:
@@ -275,25 +294,27 @@ class SessionManager:
             return trajectory
         return None
 
-    def _make_session(self, mark: AgentMark, active: ActiveTrajectory) -> AgentSession:
+    def _make_session(self, mark: AgentMark, prompt: Prompt, group_id: str) -> AgentSession:
         return AgentSession(
             session_id=mark.session_id,
             name=mark.session_name,
-            prompt=active.trajectory.prompt,
-            group_id=active.trajectory.group_id,
+            prompt=prompt,
+            group_id=group_id,
             start_time=mark.start_time,
             idle_seconds=self._idle_seconds,
+            team=self._teams.setdefault(root_of(mark.session_id), []),
         )
 
-    def _begin(self, session: AgentSession, trajectory: SessionTrajectory) -> None:
+    def _begin(self, session: AgentSession, trajectory: SessionTrajectory, trajectory_id: str) -> None:
         """Add a trajectory to a session, which may be new."""
         if session.session_id not in self._sessions:
             self._sessions[session.session_id] = session
+            session.team.append(session)
             if session.name:
                 self._ids_by_name[session.name] = session.session_id
             self._metrics.sessions_opened.inc()
         session.trajectories.append(trajectory)
-        self._trajectories[trajectory.trajectory_id] = trajectory
+        self._trajectories[trajectory_id] = trajectory
 
     def _forget(self, trajectory: SessionTrajectory) -> None:
         # A group that begins again forgets its forks: the id may belong to a fork of another session by now.

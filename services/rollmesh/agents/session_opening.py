@@ -6,7 +6,7 @@ import time
 
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_service import OpenAiService
-from rollmesh.agents.openai_errors import OpenAiError, gone, too_many
+from rollmesh.agents.openai_errors import OpenAiError, gone, invalid, too_many
 from rollmesh.agents.session_manager import is_session_id
 
 _POLL_SECONDS = 1.0
@@ -47,6 +47,21 @@ async def open_session(
                 raise gone("the run needs no more rollouts", "run_complete")
             if time.monotonic() >= deadline:
                 raise too_many(f"no prompt within {wait_seconds:g} s: {await _why_none(service)}", "no_prompt")
+
+
+async def open_sub_agent(service: OpenAiService, parent: str, *, here: bool) -> AgentSession:
+    """Open a session that shares the reward of another one; OpenAiError if the run does not allow it.
+
+    ``here``: no other replica is asked.
+    """
+    recorded, credit = service.agent_parts.recorded, service.config.trainer.algorithm.credit
+    if credit != "shared":
+        raise invalid(
+            f"parent: this run has no shared rewards (trainer.algorithm.credit={credit}); set credit=shared",
+            "parent",
+            "no_shared_rewards",
+        )
+    return await recorded.open_sub_agent(await service.active_session(parent, here=here))
 
 
 async def _why_none(service: OpenAiService) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession, SessionTrajectory, session_ended
@@ -12,7 +13,7 @@ from rollmesh.agents.openai_requests import RewardRequest
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.segments import keep_tokens, sampled_count
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, TurnReturn
-from rollmesh.worker.agent_mark import AgentMark
+from rollmesh.worker.agent_mark import AgentMark, root_of
 
 _LEASE_WAIT_SECONDS = 60.0
 """Seconds that a reward waits for trajectories without a lease."""
@@ -32,25 +33,33 @@ class Rewards:
     async def post(self, session: AgentSession, request: RewardRequest) -> None:
         """Record the reward; repeating the same reward changes nothing, and a different one raises OpenAiError."""
         session.check()
-        if session.lock.locked():
-            raise busy(
-                f"session {session.session_id}: one of its calls is in progress; post the reward after its answer",
-                "session_busy",
+        if not session.is_root:
+            root = root_of(session.session_id)
+            raise invalid(
+                f"reward: session {session.session_id} shares the reward of {root}; post it there",
+                "reward",
+                "shared_reward",
             )
-        async with session.lock:
-            try:
-                await self._post(session, request)
-            finally:
-                session.touch()
+        team = list(session.team)
+        for member in team:
+            if member.lock.locked():
+                raise busy(
+                    f"session {member.session_id}: one of its calls is in progress; post the reward after its answer",
+                    "session_busy",
+                )
+        async with AsyncExitStack() as stack:
+            for member in team:
+                await stack.enter_async_context(member.lock)
+                stack.callback(member.touch)
+            await self._post(session, team, request)
 
-    async def _post(self, session: AgentSession, request: RewardRequest) -> None:
-        marks = [trajectory.mark for trajectory in session.trajectories]
+    async def _post(self, session: AgentSession, team: Sequence[AgentSession], request: RewardRequest) -> None:
+        every = [trajectory for member in team for trajectory in member.trajectories]
+        marks = [trajectory.mark for trajectory in every]
         if any(mark.ended for mark in marks):
             _check_same(session.session_id, marks, request)
-        trajectories = [
-            trajectory for trajectory in session.trajectories if _sampled(trajectory) or trajectory.mark.ended
-        ]
-        if not trajectories:
+        trajectories = [trajectory for trajectory in every if _sampled(trajectory) or trajectory.mark.ended]
+        if not any(trajectory in session.trajectories for trajectory in trajectories):
             raise invalid(
                 "reward: no answer has been sampled in this session yet; send a call with its id first, or give up "
                 "the session: DELETE /v1/sessions/ID",
@@ -59,7 +68,7 @@ class Rewards:
             )
         if request.verify and len(trajectories) > 1:
             raise invalid(
-                f"verify: the session's context has drifted into {len(trajectories)} trajectories, and the verifier "
+                f"verify: the session has {len(trajectories)} trajectories, by drift or sub-agents, and the verifier "
                 "scores one; post a value",
                 "verify",
             )

@@ -41,7 +41,8 @@ class CurriculumConfig(Section):
     """Options of the planner; ``rollmesh config methods`` lists them."""
     most_members: int | None = Field(default=None, ge=1)
     """Members of a group in all rounds at which it is closed, whatever its planner wants; null is the most that the
-    planner launches, and 8 * schedule.group_size for a planner of your code."""
+    planner launches, and 8 * schedule.group_size for a planner of your code. With ``trainer.algorithm.credit: shared``
+    the most trajectories of a group, those of sub-agents included, at least 2 * schedule.group_size."""
     group_shaper: str = Field(default="none", json_schema_extra={"examples": [*SHAPERS.methods, "module:function"]})
     """Shaping of rewards that compares the members of a group, before the zero-variance filter; or ``module:function``
     of your code."""

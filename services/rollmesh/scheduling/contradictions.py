@@ -64,7 +64,7 @@ def contradictions(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     yield from _of_parts(config, schedule)
     if config.curriculum.planner != "single":
         yield from _of_planner(config, schedule)
-    elif config.curriculum.most_members is not None:
+    elif config.curriculum.most_members is not None and config.trainer.algorithm.credit != "shared":
         yield (
             f"curriculum.most_members={config.curriculum.most_members} with curriculum.planner=single would have no "
             "effect: a group has one round; set null, or another planner"

@@ -68,6 +68,11 @@ class AgentMark:
 _MARKS = TypeAdapter(AgentMark)
 
 
+def root_of(session_id: str) -> str:
+    """Return the id of the session that gets the reward of a session: its own, or that of its agent's parent."""
+    return session_id.partition(".")[0]
+
+
 def posted_outcome(snapshot: bytes | None) -> RewardOutcome | None:
     """Return the posted outcome of a trajectory that finished without a score; None requests the verifier."""
     if snapshot is not None:

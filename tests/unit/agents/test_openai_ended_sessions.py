@@ -314,3 +314,21 @@ async def test_a_run_that_needs_nothing_more_says_so_at_once() -> None:
         shutdown.set()
         error = await notice()
     assert (error.status, error.code) == (410, "run_complete")
+
+
+async def test_a_team_is_silent_only_when_all_its_sessions_are() -> None:
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    parent, run = await opened_session(desk, rollout_of(held_trajectory(0)))
+    sub = desk.add_sub_agent(parent, "e0-0.3")
+    assert sub.session_id == f"{parent.session_id}.3"
+    assert sub.describe("run", with_task=False)["parent"] == parent.session_id
+    parent.last_use -= 1000.0
+    assert parent.deadline == sub.deadline == sub.last_use + 600.0
+    sub.last_use -= 2000.0
+    assert parent.deadline == sub.deadline == parent.last_use + 600.0
+    async with sub.lock:
+        assert parent.deadline > time.monotonic() + 599.0
+    desk.end(parent, "given_up")
+    assert sub.ended == "given_up" and not desk.sessions
+    with pytest.raises(AgentGone):
+        await run

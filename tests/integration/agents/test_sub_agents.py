@@ -1,0 +1,109 @@
+"""Sub-agents through the real service: their sessions share the reward that their parent gets once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from rollmesh.algorithms.advantages import dr_grpo
+from rollmesh.errors import ConfigError
+from rollmesh.scheduling import run_limits
+from rollmesh.trainer.learner.train_batch import build_train_batch
+
+from ...kit.run_files import run_config
+from .agent_client import Agent, http_of, state
+from .agent_mesh import AgentMesh, Api
+
+SHARED: dict[str, Any] = {
+    "schedule": {"groups_per_batch": 1},
+    "trainer": {"algorithm": {"credit": "shared", "advantage": "dr_grpo"}},
+}
+
+
+async def sub_agent(api: Api, http: httpx.AsyncClient, parent: str) -> Agent:
+    told = await http.post("/sessions", json={"parent": parent})
+    assert told.status_code == 201, told.text
+    return Agent(api, told.json())
+
+
+async def test_sub_agents_are_trained_by_the_reward_of_their_parent_which_counts_once(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(**SHARED)
+    # A team is in one replica, whichever is asked.
+    async with mesh.api() as first, mesh.api(1) as replica, http_of(first) as http, http_of(replica) as there:
+        parent, alone = [await Agent.open(first, http) for _ in range(2)]
+        subs = [await sub_agent(replica, there, parent.id), await sub_agent(first, http, parent.id)]
+        assert len({parent.id, alone.id, *(sub.id for sub in subs)}) == 4
+        assert {sub.told["parent"] for sub in subs} == {parent.id} and parent.told["parent"] is None
+        assert {sub.told["group_id"] for sub in subs} == {parent.told["group_id"]}
+        for agent in (parent, alone, *subs):
+            await agent.turn()
+        full = await there.post("/sessions", json={"parent": subs[0].id})
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "no_room"), "a group of two has two more"
+        refused = await http.post(f"/sessions/{subs[1].id}/reward", json={"reward": 1.0})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "shared_reward")
+        assert parent.id in refused.json()["error"]["message"]
+    # The next service takes the sessions over with their team.
+    async with mesh.api(index=2) as second, http_of(second) as http:
+        for agent in (parent, *subs, alone):
+            moved = Agent(second, agent.told, max_retries=10)
+            moved.messages = agent.messages
+            await moved.turn()
+            await moved.aclose()
+        for _ in range(2):
+            done = await http.post(f"/sessions/{parent.id}/reward", json={"reward": 1.0})
+            assert done.status_code == 200, done.text
+        for agent in (parent, *subs):
+            assert ((await state(http, agent.id))["state"], (await state(http, agent.id))["reward"]) == (
+                "rewarded",
+                1.0,
+            )
+        assert (await http.post(f"/sessions/{alone.id}/reward", json={"reward": 0.0})).status_code == 200
+    batch = await mesh.batch(1)
+    trajectories = batch.groups[0].trajectories
+    assert [t.outcome.shared_by for t in trajectories if t.outcome] == [parent.id, alone.id, parent.id, parent.id]
+    assert [t.shaped_reward for t in trajectories] == [1.0, 0.0, 1.0, 1.0]
+    flat = build_train_batch(batch, {0: 0}, dr_grpo, credit="shared")
+    # The mean of the two sessions is 0.5; of the four trajectories it would be 0.75.
+    assert flat.advantages[flat.unit_index[flat.starts[:-1]]].tolist() == [0.5, -0.5, 0.5, 0.5]
+    counts = await mesh.store.mesh.counts()
+    assert counts.totals.get("restarts_total", 0) == 0 and counts.totals["scored_total"] == 4
+    for agent in (parent, alone, *subs):
+        await agent.aclose()
+
+
+async def test_a_team_is_given_up_together_and_only_its_parent_begins_it(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(**SHARED)
+    async with mesh.api() as api, http_of(api) as http:
+        parent = await Agent.open(api, http)
+        sub = await sub_agent(api, http, parent.id)
+        await sub.turn()
+        nothing = await http.post(f"/sessions/{parent.id}/reward", json={"reward": 1.0})
+        assert nothing.json()["error"]["code"] == "nothing_sampled", "a parent has an answer of its own"
+        assert (await http.delete(f"/sessions/{parent.id}")).status_code == 204
+        assert (await state(http, sub.id))["state"] == "given_up"
+        late = await http.post("/sessions", json={"parent": parent.id})
+        assert (late.status_code, late.json()["error"]["code"]) == (410, "session_ended")
+        for agent in (parent, sub):
+            await agent.aclose()
+
+
+async def test_a_run_without_shared_credit_has_no_sub_agents(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh()
+    async with mesh.api() as api, http_of(api) as http:
+        parent = await Agent.open(api, http)
+        refused = await http.post("/sessions", json={"parent": parent.id})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"], error["code"]) == (400, "parent", "no_shared_rewards")
+        await parent.aclose()
+
+
+def test_most_members_is_the_room_for_sub_agents() -> None:
+    fields = "rollout.program=agent schedule.group_size=2 curriculum.most_members=12"
+    assert run_limits(run_config(f"{fields} trainer.algorithm.credit=shared")).most_members == 12
+    with pytest.raises(ConfigError, match="most_members=12 with curriculum.planner=single would have no effect"):
+        run_limits(run_config(fields))
