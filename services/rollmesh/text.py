@@ -183,9 +183,8 @@ class Tokenizer:
         return tuple(sorted(ids))
 
     def _check_range(self, ids: npt.NDArray[Any]) -> None:
-        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
-        if len(wrong):
-            at = int(wrong[0])
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
             limits = f"[0, {self.vocab_size})"
             raise DataError(f"token_ids[{at}]: id {int(ids[at])} is outside the vocabulary {limits} of {self._folder}")
 

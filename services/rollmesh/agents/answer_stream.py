@@ -25,6 +25,8 @@ _TOKEN_TIMEOUT_SECONDS = 300.0
 """Longest time without a token."""
 _CONTEXT_TOKENS = 6
 """Context tokens decoded together with the answer: some tokenizers drop the space before a first word."""
+_MOST_WINDOW_TOKENS = 16
+"""Tokens of the window at which most decoded ones leave it."""
 _BROKEN = "\ufffd"
 _LONGEST_CHARACTER_TOKENS = 8
 """Limit of tokens without a whole character; after it, the bytes are decoded as they are."""
@@ -279,6 +281,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._window: list[int] = context_ids[-_CONTEXT_TOKENS:].tolist()
         self._read = len(self._window)
+        self._read_length = self._length = -1
+        """Lengths of the text of the decoded tokens of the window, and of all of it; -1 before they are needed."""
         self._special: dict[int, bool] = {}
         self.raw = ""
         """Text of all whole characters so far, including special tokens."""
@@ -313,8 +317,11 @@ class TextStream:
 
     def _piece(self) -> str:
         """Return the text of the undecoded tokens, as it reads after the decoded ones."""
+        if self._read_length < 0:
+            self._read_length = len(self._tokenizer.decode(self._window[: self._read], special_tokens=True))
         whole = self._tokenizer.decode(self._window, special_tokens=True)
-        return whole[len(self._tokenizer.decode(self._window[: self._read], special_tokens=True)) :]
+        self._length = len(whole)
+        return whole[self._read_length :]
 
     def _emit(self, piece: str, special_id: int | None) -> None:
         self.raw += piece
@@ -323,7 +330,9 @@ class TextStream:
         else:
             own = self._tokenizer.decode([special_id], special_tokens=True)
             self.text += piece.removesuffix(own)
-        self._window = self._window[-_CONTEXT_TOKENS:]
+        self._read_length = self._length
+        if len(self._window) > _MOST_WINDOW_TOKENS:
+            self._window, self._read_length = self._window[-_CONTEXT_TOKENS:], -1
         self._read = len(self._window)
 
     def _is_special(self, token_id: int) -> bool:

@@ -24,7 +24,7 @@ from rollmesh.agents.other_replicas import is_answered_here
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
 from rollmesh.agents.session_address import SESSION_HEADER, named_session
 from rollmesh.agents.session_opening import session_of_call
-from rollmesh.runtime.tasks import cancel_and_wait
+from rollmesh.runtime.tasks import MOST_CHARACTERS, aside, cancel_and_wait
 
 _ID_PREFIXES: Mapping[Endpoint, str] = {
     "chat": "chatcmpl-",
@@ -95,11 +95,11 @@ class Answering:
     ) -> tuple[AgentSession | None, ParsedRequest, Sequence[AnswerInProgress]]:
         service = self._service
         if not named:
-            requests = [await self._read(body, index) for index in range(body.prompt_count)]
+            requests = [await self._read(request, body, index) for index in range(body.prompt_count)]
             await service.check_published(requests[0].pinned_version)
             return None, requests[0], [answer for each in requests for answer in await service.unrecorded.start(each)]
         check_recordable(body, service.config)
-        parsed = await self._read(body)
+        parsed = await self._read(request, body)
         session = await session_of_call(service, named, here=is_answered_here(request))
         retry = request.headers.get(_RETRY_HEADER, "0")
         answer = await service.agent_parts.recorded.start(
@@ -111,9 +111,10 @@ class Answering:
         """Return the id or the name of the call's session; an environment's own names mean nothing in other runs."""
         return named_session(request, with_client_header=self._service.agents is not None)
 
-    async def _read(self, body: ChatRequest | CompletionRequest, index: int = 0) -> ParsedRequest:
-        # Run in a thread: a long context takes seconds, and the page and the worker's heartbeat share this event loop.
-        return await asyncio.to_thread(parse_request, body, self._service.config, self._service.formats, index)
+    async def _read(self, request: Request, body: ChatRequest | CompletionRequest, index: int = 0) -> ParsedRequest:
+        # A long context takes seconds, and the page and the worker's heartbeat share this event loop.
+        read = partial(parse_request, body, self._service.config, self._service.formats, index)
+        return await aside(read, int(request.headers.get("content-length", MOST_CHARACTERS)))
 
     async def _streamed(self, request: Request, call: _Call, shape: AnswerFormat, session_id: str) -> Response:
         events = call.events(shape, session_id)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 
 from rollmesh.agents.agent_session import UNWANTED, AgentSession, SessionTrajectory
@@ -28,6 +29,7 @@ from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid, too_
 from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import aside
 from rollmesh.store.queue_types import Fork
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, ForkStatus, Int32Array, Segment, SegmentSource
@@ -103,10 +105,10 @@ class RecordedCalls:
     async def _start(self, session: AgentSession, request: ParsedRequest, is_retry: bool) -> AnswerInProgress:
         call = await self._take(session, session.newest, request)
         trajectory, active = call.trajectory, call.rollout.active
-        match = await asyncio.to_thread(self._match, call)
+        match = await aside(partial(self._match, call), len(request.context.text))
         if isinstance(match, Differs) and trajectory.turn_mark is None and active.token_count:
             await call.rollout.restart(active)  # a crashed process left a first context without an answer
-            match = await asyncio.to_thread(self._match, call)
+            match = await aside(partial(self._match, call), len(request.context.text))
         is_repeat = isinstance(match, Repeats)
         if is_repeat and not trajectory.finish_reason:
             assert trajectory.turn_mark is not None

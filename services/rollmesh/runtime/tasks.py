@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+T = TypeVar("T")
+
+MOST_CHARACTERS = 8192
+"""Length of a text from which work on it has a thread of its own."""
+
 
 class BackgroundTasks:
     """Tasks without an awaiting caller, referenced until they end; the event loop holds only weak references."""
@@ -33,6 +38,14 @@ class BackgroundTasks:
     async def cancel(self) -> None:
         """Cancel all tasks and wait for their ends."""
         await cancel_and_wait(*self._tasks)
+
+
+async def aside(work: Callable[[], T], characters: int) -> T:
+    """Return ``work()`` on a text of this length, run in a thread unless the text is short.
+
+    A thread waits milliseconds for the interpreter while the loop is busy, longer than a short text takes.
+    """
+    return work() if characters < MOST_CHARACTERS else await asyncio.to_thread(work)
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> list[Any]:
@@ -69,7 +82,6 @@ def raise_first_error(results: Iterable[object]) -> None:
             raise result
 
 
-T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 _MOST_DOUBLINGS = 60

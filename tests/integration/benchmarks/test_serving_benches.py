@@ -95,3 +95,14 @@ def test_a_size_that_is_none_is_refused_by_name() -> None:
     done = bench("reload", "--size", "large")
     assert done.returncode == 2
     assert "--size large: expected a size such as 64MiB or 1GiB" in done.stderr
+
+
+def test_the_agents_bench_plays_sessions_with_tools_and_finds_their_prefixes() -> None:
+    done = bench("agents")
+    assert done.returncode == 0, done.stderr
+    measures = {m["name"]: m for m in map(json.loads, done.stdout.splitlines())}
+    assert len(measures) == 6
+    (share,) = (m["value"] for m in measures.values() if m["unit"] == "share")
+    assert 0.9 <= share <= 1.0
+    assert measures["calls without time in tools"]["value"] > 0
+    assert measures["memory of the service after 80 sessions"]["value"] > 50
