@@ -20,6 +20,7 @@ from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.store.scripts import Keys
 
+from ..kit.openenv_server import OpenEnvServer
 from .short_run import finished_train_steps
 
 T = TypeVar("T")
@@ -48,6 +49,8 @@ class AttackedRun:
     """Function that returns True after the end of the run; a waiting fault is then not injected."""
     deadline: float
     """Monotonic seconds after which a waiting fault is not injected."""
+    environment: OpenEnvServer | None = None
+    """Server of the environment, outside of the mesh."""
     struck_at: list[int] = field(default_factory=list)
     """Finished train steps at the time of each fault."""
     fault_ended_at: list[float] = field(default_factory=list)

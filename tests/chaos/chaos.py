@@ -25,10 +25,11 @@ from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.report.console import output_console
 from rollmesh.store.embedded import EmbeddedServer
 
+from ..kit.environments import NotInstalled, python_of
 from ..kit.s3_server import CREDENTIALS, MISSING, Bucket, is_installed
 from .attack import AttackedRun
-from .faults import FAULTS, Fault, faults_named
-from .outside_agent import OutsideAgent
+from .faults import FAULTS, Fault, Outside, faults_named
+from .outside_process import OutsideProcess
 from .rounds import EXEMPT, ChaosRound, read_round, rounds_table
 from .short_run import TRAIN_STEPS, audit, finished_train_steps, short_run_config
 
@@ -51,12 +52,17 @@ def run(
     """Run the rounds, print the table, and return the counts; ``quick`` runs four rounds.
 
     ``rounds`` None runs every fault once. ``fault`` names the fault of all rounds. Raises ChaosError if a round fails a
-    requirement, and ConfigError for an unknown fault, or without the packages of the rounds with a bucket.
+    requirement, and ConfigError for an unknown fault or without the packages of a bucket or an environment.
     """
     faults = faults_named(fault)
     count = 4 if quick else rounds or len(faults)
     if not is_installed() and any(each.in_bucket for each in faults[:count]):
         raise ConfigError(f"rounds with an object store: {MISSING}")
+    if any(each.outside is Outside.ENVIRONMENT for each in faults[:count]):
+        try:
+            python_of("openenv")
+        except NotInstalled as missing:
+            raise ConfigError(f"rounds with an environment: {missing}") from missing
     results = run_rounds(count, output_console(stderr=True), faults=faults)
     failed = [r for r in results if not r.passed]
     if failed:
@@ -107,21 +113,21 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ch
     """Run one round with one fault."""
     folder.mkdir(parents=True)
     run = TrainingRun(folder)
-    agent = OutsideAgent(folder / "agent") if fault.by_agent else None
-    base = None if agent is None else agent.run_file()
+    outside = None if fault.outside is Outside.NOTHING else OutsideProcess(fault.outside, folder / "outside")
+    base = None if outside is None else outside.run_file()
     data = short_run_config(run.folder.path, number, fault.preset, fault.settings, base)
     data["gateway"] = {**data.get("gateway", {}), "enabled": False}
     start = time.monotonic()
     deadline = start + _ROUND_SECONDS
     with contextlib.ExitStack() as stack:
+        if outside is not None:
+            stack.enter_context(outside.working(data))
         server = Bucket(folder / "s3.log") if fault.in_bucket else None
         if server is not None:
             stack.callback(server.stop)
             section = {"folder": f"s3://{server.name}/{_PREFIX}", "object_store": server.options}
             data["checkpoints"] |= section
         with run.up(data, {} if server is None else CREDENTIALS) as process:
-            if agent is not None:
-                stack.enter_context(agent.working(data["agents"]["port"]))
             attacked = AttackedRun(
                 folder=run.folder.path,
                 run=str(data["name"]),
@@ -129,6 +135,7 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ch
                 rng=rng,
                 ended=lambda: process.poll() is not None,
                 deadline=deadline,
+                environment=None if outside is None else outside.server,
             )
             _attack(attacked, fault)
             _wait(process, max(1.0, deadline - time.monotonic()))
@@ -139,7 +146,7 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ch
         if server is not None:
             server.copy(_PREFIX, folder / "bucket")
     bucket = folder / "bucket" if fault.in_bucket else None
-    problems = () if agent is None else agent.problems
+    problems = () if outside is None else outside.problems
     return read_round(run.folder, data, fault, attacked, statuses, seconds, output, bucket, problems)
 
 

@@ -18,6 +18,7 @@ from .injections import (
     damage_replay,
     damage_state,
     fill_redis,
+    kill_environment,
     kill_leader,
     kill_redis,
     kill_service,
@@ -37,7 +38,7 @@ class Cost(Enum):
     """Unsaved tokens."""
     UNBOUNDED = "unbounded"
     """Tokens that Redis loses after it stored them, so that whole rollouts without a lease may be sampled again; or
-    unsaved tokens of members that a schedule cuts off; or tokens that the queue counts together with an agent's."""
+    unsaved tokens of members that a schedule cuts off; or sampled tokens that the queue counts together with others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,16 @@ class ExpectedEnd:
     """True if the audit must be green, and the outside judge must find no problem."""
     output_contains: str = ""
     """Required text in the console's output."""
+
+
+class Outside(Enum):
+    """Process outside of the mesh that takes part in the rollouts; the small model of both calls a calculator tool."""
+
+    NOTHING = "nothing"
+    AGENT = "agent"
+    """Agent that makes the rollouts by calls of the agents service."""
+    ENVIRONMENT = "environment"
+    """OpenEnv server that answers the turns."""
 
 
 _GREEN = ExpectedEnd()
@@ -74,8 +85,8 @@ class Fault:
     """Fields of the run file, by section."""
     in_bucket: bool = False
     """True if the checkpoints of the run are in an object store."""
-    by_agent: bool = False
-    """True if an agent with a tool, outside of the mesh, makes the rollouts."""
+    outside: Outside = Outside.NOTHING
+    """What takes part in the rollouts from outside of the mesh."""
 
 
 def _under(preset: str, fault: Fault) -> Fault:
@@ -111,14 +122,15 @@ def _with_deltas(fault: Fault) -> Fault:
     return replace(fault, name=f"{fault.name}, deltas", settings=settings, in_bucket=True)
 
 
-def _by_agent(fault: Fault) -> Fault:
-    """Return the fault in a run of an outside agent, whose sessions continue or end with an error that it knows."""
+def _with_outside(outside: Outside, fault: Fault) -> Fault:
+    """Return the fault in a run with an agent or an environment, whose tokens hide how many sampled ones were lost."""
     settings: Mapping[str, Mapping[str, Any]] = {
-        "rollout": {"max_new_tokens": 640},
+        "rollout": {"max_new_tokens": 640, "max_attempts": 50},
         "trainer": {"learning_rate": 1e-3},
         "generator": {"max_context_tokens": 900},
     }
-    return replace(fault, name=f"{fault.name}, agent", cost=Cost.UNBOUNDED, settings=settings, by_agent=True)
+    name = f"{fault.name}, {outside.value}"
+    return replace(fault, name=name, cost=Cost.UNBOUNDED, settings=settings, outside=outside)
 
 
 def _kill_trainer(when: str, pattern: str) -> Fault:
@@ -180,8 +192,9 @@ FAULTS: tuple[Fault, ...] = (
     _with_deltas(_kill_trainer("while it uploads", "checkpoints/.deltas/*")),
     _with_deltas(Fault("delete the policies of the node, kill -9 generator", lose_policies)),
     _with_deltas(_kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED")),
-    _by_agent(Fault("kill -9 agents", partial(kill_service, service="agents"))),
-    _by_agent(Fault("kill -9 generator", partial(kill_service, service="generator"))),
+    _with_outside(Outside.AGENT, Fault("kill -9 agents", partial(kill_service, service="agents"))),
+    _with_outside(Outside.AGENT, Fault("kill -9 generator", partial(kill_service, service="generator"))),
+    _with_outside(Outside.ENVIRONMENT, Fault("kill -9 its server", kill_environment)),
 )
 """Faults in the order of the rounds; ``make test`` runs the first four."""
 

@@ -47,6 +47,15 @@ def kill_service(attacked: AttackedRun, service: str) -> None:
     attacked.strike_holder(victim, signal.SIGKILL)
 
 
+def kill_environment(attacked: AttackedRun, away_seconds: float = 3.0) -> None:
+    """Kill the server of the environment (kill -9) while rollouts are in progress; it starts again after a while."""
+    if attacked.environment is not None and random_busy_process(attacked, "rollout") is not None:
+        attacked.struck_at.append(finished_train_steps(attacked.folder))
+        attacked.environment.kill()
+        sleep_while_running(attacked, away_seconds)
+        attacked.environment.start(attacked.environment.port)
+
+
 def kill_leader(attacked: AttackedRun) -> None:
     """Kill the leading rollout replica (kill -9); another replica becomes the leader."""
     busy_until = time.monotonic() + BUSY_WAIT_SECONDS

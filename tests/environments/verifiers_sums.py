@@ -66,6 +66,9 @@ class OwnLoop(vf.Harness[OwnLoopConfig]):
 
     NEEDS_CONTAINER = False
 
+    def use(self, arguments: str) -> str:
+        return added(**json.loads(arguments))
+
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
     ) -> ProgramResult:
@@ -80,7 +83,7 @@ class OwnLoop(vf.Harness[OwnLoopConfig]):
                 for call in message.tool_calls or []:
                     while data.gate and not os.path.exists(data.gate):  # noqa: ASYNC240
                         await asyncio.sleep(0.05)
-                    content = added(**json.loads(call.function.arguments))
+                    content = self.use(call.function.arguments)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
                 if not message.tool_calls:
                     return ProgramResult(exit_code=0, stdout="", stderr="")

@@ -19,13 +19,13 @@ class OpenEnvServer:
         self.python = python_of("openenv")
         self._written = folder / "echo_words"
         if not self._written.exists():
-            command = [self.python, "-m", "openenv.cli", "init", "echo_words", "--output-dir", folder]
+            command = [str(self.python), "-m", "openenv.cli", "init", "echo_words", "--output-dir", str(folder)]
             subprocess.run(command, check=True, capture_output=True, timeout=300)
         self.start(port=0)
 
     def start(self, port: int) -> None:
         """Start it on a port; 0 is any free one."""
-        command = [self.python, WORLDS, self._written, str(port)]
+        command = list(map(str, (self.python, WORLDS, self._written, port)))
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         with self.process.stdout as output:

@@ -80,6 +80,11 @@ def write_tool_model(folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = "".join(str(tokenizer.decode(ids)) for ids, _ in demonstrations(folder, TITLED, 8, rng))
     write_family_tokenizer(folder, "qwen3", CHATML, text=re.sub(r"\d", "", text))
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text())
+    for token in described["added_tokens"]:  # as in the family's tokenizers, where these are text of an answer
+        token["special"] &= "tool_" not in token["content"]
+    file.write_text(json.dumps(described))
     model = untrained(folder)
     pools = [demonstrations(folder, each, 400, rng) for each in (CALCULATE, TITLED)]
     embedding = model.get_input_embeddings().weight

@@ -81,7 +81,7 @@ _ERRORS = {
     502: "The generators failed.",
     503: "The service is unavailable: retry after `Retry-After` seconds.",
 }
-_CALL_ERRORS = (404, 409, 410, 502)
+_CALL_ERRORS = (409, 410, 502)
 _RETRY_SECONDS = 5.0
 """Time until a request reports that Redis is unreachable."""
 
@@ -141,8 +141,8 @@ def build_app(service: OpenAiService, token: str, metrics: RequestMetrics, host:
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of an operation's errors; 400, 401 and 503 are common to all."""
-    return {status: {"model": OpenAiErrorBody, "description": _ERRORS[status]} for status in (400, 401, *statuses, 503)}
+    """Return the OpenAPI entries of an operation's errors; 400, 401, 404 and 503 are common to all."""
+    return {status: {"model": OpenAiErrorBody, "description": _ERRORS[status]} for status in (400, 401, 404, *statuses, 503)}
 
 
 def openai_router(service: OpenAiService, check: Check) -> APIRouter:
@@ -165,7 +165,7 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
         }
         return {"object": "list", "data": [_model(name, longest) for name in names], "rollmesh": state}
 
-    @api.get("/models/{model}", responses=_errors(404))
+    @api.get("/models/{model}")
     async def model(model: str) -> dict[str, Any]:
         """Show one model."""
         serving, _ = await service.policies()
@@ -236,13 +236,13 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
             active += await agents.others.list_sessions(request)
         return {"object": "list", "data": sorted(active, key=lambda session: session["created"])}
 
-    @api.get("/sessions/{session_id}", responses=_errors(404))
+    @api.get("/sessions/{session_id}")
     async def session(request: Request, session_id: SessionId) -> dict[str, Any]:
         """Show a session; an ended session is shown without its task."""
         found = await service.find_session(session_id, here=is_answered_here(request))
         return found.describe(run) if isinstance(found, EndedSession) else found.describe(run, with_task=True)
 
-    @api.post("/sessions/{session_id}/reward", responses=_errors(404, 409, 410, 422))
+    @api.post("/sessions/{session_id}/reward", responses=_errors(409, 410, 422))
     async def reward(request: Request, session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
         """Finish and score the session's trajectories; posting the same reward again changes nothing."""
         found = await service.find_session(session_id, here=is_answered_here(request))
@@ -253,7 +253,7 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         await service.agent_parts.rewards.post(found, body)
         return found.describe(run, with_task=False)
 
-    @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(404, 409))
+    @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(409))
     async def give_up(request: Request, session_id: SessionId) -> Response:
         """Give up a session without a reward; its tokens are dropped and its prompt returns to the queue."""
         found = await service.find_session(session_id, here=is_answered_here(request))

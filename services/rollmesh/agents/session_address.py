@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollmesh.agents.agent_session import KEY_PREFIX
 from rollmesh.agents.agents_service import OpenAiService
-from rollmesh.agents.openai_errors import OpenAiError, invalid
+from rollmesh.agents.openai_errors import invalid
 from rollmesh.agents.other_replicas import is_answered_here
 from rollmesh.runtime.api_app import TOKEN_SCHEME, Check, token_check
 from rollmesh.runtime.request_guard import Unauthorized
@@ -75,12 +75,8 @@ def access_check(token: str, service: OpenAiService) -> Check:
         if not own:
             await token_only(given)
             return
-        try:
-            await service.find_session(own, here=is_answered_here(request))
-        except OpenAiError as error:
-            if error.status == 503:
-                raise
-            raise Unauthorized("the key is of no session", field="Authorization", hint=str(error)) from error
+        # 404 if unknown: a crash may have forgotten the session, and its agent opens another.
+        await service.find_session(own, here=is_answered_here(request))
         if own != named_session(request):
             raise Unauthorized("the key is of another session", field="Authorization", hint="send the run's token")
         if request.url.path.startswith("/v1/sessions"):

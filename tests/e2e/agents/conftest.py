@@ -14,7 +14,7 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedServer
 
-from ...kit.agent_programs import write_page_run
+from ...kit.agent_programs import write_environment_run, write_page_run
 from ...kit.tool_task import write_tool_model
 from ..conftest import CommandLine, end, merged
 from .tool_run import GROUP_SIZE, ToolRun
@@ -44,20 +44,26 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_tool_run(tool_model: Path, tmp_path: Path) -> Iterator[Callable[..., ToolRun]]:
-    """``start_tool_run(trainer={...})``: start the page's run with the small model and these sections changed."""
-    runs: list[ToolRun] = []
-    page = write_page_run(tmp_path, tool_model)
+    """``start_tool_run(trainer={...})``: start the page's run with the small model and these sections changed.
 
-    def start(**sections: Any) -> ToolRun:
+    ``environment`` is the URL of an OpenEnv server that answers the turns, in place of an agent.
+    """
+    runs: list[ToolRun] = []
+
+    def start(environment: str = "", **sections: Any) -> ToolRun:
         port, folder = free_port(), tmp_path / "run"
-        data = page
+        if environment:
+            data = write_environment_run(tmp_path, tool_model, environment)
+        else:
+            data = write_page_run(tmp_path, tool_model)
         for changes in (SMALL, {"name": "tools", "folder": str(folder), "agents": {"port": port}}, sections):
             data = merged(data, changes)
         file = tmp_path / "small.yaml"
         file.write_text(yaml.safe_dump(data))
         line = CommandLine(run_file=file, folder=folder)
         runs.append(ToolRun(line, line.start("up", str(file)), f"http://127.0.0.1:{port}/v1"))
-        runs[-1].wait_until_it_answers()
+        if not environment:
+            runs[-1].wait_until_it_answers()
         return runs[-1]
 
     yield start

@@ -63,7 +63,7 @@ async def test_the_key_of_a_session_opens_that_session_alone(make_mesh: Callable
             refused = await http.request(method, path, headers=key, json={"reward": 1.0} if method == "POST" else None)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key"), path
         unknown = {"Authorization": f"Bearer sk-ses-{'0' * 32}"}
-        assert (await http.get("/models", headers=unknown)).status_code == 401
+        assert (await http.get("/models", headers=unknown)).status_code == 404
         body = {"model": mine["model"], "messages": mine["messages"]}
         two = await http.post("/chat/completions", json=body, headers={**key, "X-Rollmesh-Session": other["id"]})
         assert (two.status_code, two.json()["error"]["code"]) == (400, "two_sessions")

@@ -5,6 +5,7 @@ python openenv_worlds.py FOLDER PORT      FOLDER has the environment that `opene
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
@@ -112,6 +113,34 @@ class Sums(MCPEnvironment):
         return State()
 
 
+class Calculator(MCPEnvironment):
+    """Answer a question by a tool that calculates; the message that says the number last is paid."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        server = FastMCP("calculator")
+
+        @server.tool
+        def calculate(expression: str) -> str:
+            """Calculate."""
+            return str(eval(expression)) if re.fullmatch(r"[2-9] [-+*] [2-9]", expression) else "unknown expression"
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.expression = f"{2 + seed % 8} {'+-*'[seed // 8 % 3]} {2 + seed // 24 % 8}"
+        return Seen(text=f"What is {self.expression}?")
+
+    def _step_impl(self, action, timeout_s=None, **kwargs):
+        right = re.findall(r"-?\d+", action.message)[-1:] == [str(eval(self.expression))]
+        return Seen(text="ended", done=True, reward=float(right))
+
+    @property
+    def state(self):
+        return State()
+
+
 def main():
     sys.path.insert(0, sys.argv[1])
     from server.app import app as echo  # one session at a time, as it was written
@@ -121,6 +150,7 @@ def main():
     served.mount("/claims", create_app(Claims, Answer, Seen, max_concurrent_envs=64))
     served.mount("/sums", create_app(Sums, CallToolAction, CallToolObservation, max_concurrent_envs=64))
     served.mount("/desk", create_app(Sums, Answer, Seen, max_concurrent_envs=64))
+    served.mount("/calculator", create_app(Calculator, Answer, Seen, max_concurrent_envs=64))
     served.mount("/echo", echo)
     listening = socket.create_server(("127.0.0.1", int(sys.argv[2])))
     print(listening.getsockname()[1], flush=True)

@@ -23,7 +23,7 @@ from rollmesh.store.embedded import EmbeddedServer
 
 from ...chaos.attack import AttackedRun, Victim
 from ...chaos.chaos import _regeneration
-from ...chaos.faults import FAULTS, Cost, ExpectedEnd, Fault, faults_named
+from ...chaos.faults import FAULTS, Cost, ExpectedEnd, Fault, Outside, faults_named
 from ...chaos.rounds import (
     ChaosRound,
     groups_ended_unfinished,
@@ -101,7 +101,7 @@ def test_a_round_fails_for_each_broken_promise_or_when_judge_and_audit_disagree(
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_round_has_a_valid_run_file(fault: Fault, tmp_path: Path) -> None:
-    base = write_page_run(tmp_path, tmp_path / "model") if fault.by_agent else None
+    base = None if fault.outside is Outside.NOTHING else write_page_run(tmp_path, tmp_path / "model")
     data = short_run_config(Path("run"), 0, fault.preset, fault.settings, base)
     if fault.in_bucket:
         data["checkpoints"] |= {"folder": "s3://bucket/round"}
@@ -209,8 +209,8 @@ def test_unsaved_tokens_of_groups_that_the_schedule_ended_are_no_cost_of_the_fau
     assert regenerated_bound(Cost.UNSAVED, 5, planned, 3) == (5 + 3 * 32) * 16
 
 
-def test_only_a_redis_that_is_killed_members_that_are_cut_off_and_outside_agents_are_without_a_bound() -> None:
-    unbounded = [fault for fault in FAULTS if fault.cost is Cost.UNBOUNDED and not fault.by_agent]
+def test_only_killed_redis_members_cut_off_and_processes_outside_are_without_a_bound() -> None:
+    unbounded = [fault for fault in FAULTS if fault.cost is Cost.UNBOUNDED and fault.outside is Outside.NOTHING]
     assert len([fault for fault in unbounded if fault.name.startswith("kill -9 redis")]) == 5
     assert all(fault.name.startswith("kill -9 redis") or fault.preset == "rollpacker" for fault in unbounded)
     assert [fault.cost for fault in FAULTS if "outage" in fault.name or "maxmemory" in fault.name] == [Cost.UNSAVED] * 2
@@ -224,7 +224,7 @@ def test_a_round_over_its_bound_misses_a_bar_and_one_without_a_bound_has_none() 
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:
     assert [fault.name for fault in faults_named("kill -9 generator")] == ["kill -9 generator"]
     assert faults_named(None) == list(FAULTS)
-    assert len({fault.name for fault in FAULTS}) == 40
+    assert len({fault.name for fault in FAULTS}) == 41
     with pytest.raises(ConfigError, match="choose one of: .*kill -9 generator; .*flip a byte of the newest policy"):
         faults_named("kill -9 generators")
 

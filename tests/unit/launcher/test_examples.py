@@ -19,6 +19,7 @@ from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 VALUES = sorted((ROOT / "examples" / "kubernetes").glob("*-values.yaml"))
+AGENTS = sorted((ROOT / "examples").glob("*agent.py"))
 TABLES = sorted((ROOT / "examples" / "data").glob("*.jsonl"))
 by_stem = pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 
@@ -34,7 +35,9 @@ def test_every_file_is_listed() -> None:
     assert linked == {path.relative_to(ROOT / "examples").as_posix() for path in (*EXAMPLES, *VALUES, *programs)}
 
 
-@pytest.mark.parametrize("file", [*EXAMPLES, *VALUES, ROOT / "examples" / "agent.py"], ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", [*EXAMPLES, *VALUES, *sorted((ROOT / "examples").glob("*agent.py"))], ids=lambda file: file.stem
+)
 def test_an_example_begins_with_its_purpose_its_command_and_the_first_changes(file: Path) -> None:
     purpose, command, changes, rest = file.read_text().split("\n", 3)
     assert purpose.startswith("# For ") and changes.startswith("# Change first: ")
