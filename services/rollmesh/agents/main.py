@@ -142,7 +142,9 @@ def build_app(service: OpenAiService, token: str, metrics: RequestMetrics, host:
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI entries of an operation's errors; 400, 401, 404 and 503 are common to all."""
-    return {status: {"model": OpenAiErrorBody, "description": _ERRORS[status]} for status in (400, 401, 404, *statuses, 503)}
+    return {
+        status: {"model": OpenAiErrorBody, "description": _ERRORS[status]} for status in (400, 401, 404, *statuses, 503)
+    }
 
 
 def openai_router(service: OpenAiService, check: Check) -> APIRouter:
