@@ -179,8 +179,11 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
     outcome, reward = trajectory.outcome, "unscored"
     if outcome is not None:
         reward = outcome.kind.value if outcome.verdict is None else f"reward {outcome.verdict:g}"
-    advantage = next((t.advantage for t in explained.tokens if t.policy_version is not None), 0.0)
-    title = f"{trajectory.trajectory_id}: {reward}, shaped {trajectory.shaped_reward:g}, advantage {advantage:.3f}"
+    # With credit by turn a trajectory has several.
+    found = dict.fromkeys(f"{t.advantage:.3f}" for t in explained.tokens if t.policy_version is not None)
+    title = (
+        f"{trajectory.trajectory_id}: {reward}, shaped {trajectory.shaped_reward:g}, advantage {', '.join(found) or 0}"
+    )
     if trajectory.prompt.domain:
         title += f", domain {trajectory.prompt.domain}"
     if trajectory.cut_token_count:

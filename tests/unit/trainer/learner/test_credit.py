@@ -16,6 +16,8 @@ from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory, TurnReturn
 from rollmesh.worker.turns import returns_of
 
 from ....kit.made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
+from .conftest import VERSIONS, ModelMaker
+from .test_step_inputs import trainer_of
 
 
 def turns(*of: tuple[int, float]) -> RewardOutcome:
@@ -137,3 +139,30 @@ def test_a_part_of_a_batch_keeps_its_advantages_by_turn() -> None:
     flat = build_train_batch(batch_of(two_members()), {0: 0}, dr_grpo, credit="turn")
     part = flat.subset(np.array([False, True]))
     assert part.advantages.tolist() == flat.advantages[2:].tolist() and by_token(part) == by_token(flat)[1:]
+
+
+def test_a_train_step_reads_the_credit_of_its_settings(make_model: ModelMaker) -> None:
+    folder, batch = make_model("qwen2"), batch_of(two_members())
+    trainer = trainer_of(folder, advantage="dr_grpo", credit="turn")
+    explained = [t.advantage for t in trainer.explain(batch, VERSIONS) if t.policy_version is not None]
+    assert explained == pytest.approx([1.1, 1.1, 1.1, -0.4, -0.9, -0.9, -0.9])
+    # Returns 1.5 and 0 of each: advantages 0.75 and -0.75 by turn, and 0 by trajectory.
+    rng = np.random.default_rng(0)
+    equal = batch_of(
+        [
+            trajectory(
+                f"g0.{member}",
+                [policy_segment(rng, 3), environment_segment(rng, 1), policy_segment(rng, 2)],
+                1.5,
+                outcome=turns((3, 1.5), (2, 0.0)),
+            )
+            for member in range(2)
+        ]
+    )
+    reports = {
+        credit: trainer_of(folder, advantage="dr_grpo", skip_zero_advantage=True, credit=credit).train(equal, VERSIONS)
+        for credit in ("trajectory", "turn")
+    }
+    assert reports["trajectory"].grad_norm == 0.0 < reports["turn"].grad_norm
+    assert reports["turn"].batch.skipped_trajectories == 0
+    assert (reports["trajectory"].batch.advantage_abs_mean, reports["turn"].batch.advantage_abs_mean) == (0.0, 0.75)
