@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from .api_server import installed, owned
 from .object_checks import all_checks
-from .rendering import CHART, NAMESPACE, ROOT, Helm, HelmError, Object, Rendering, set_at
+from .rendering import CHART, NAMESPACE, ROOT, Helm, Object, Rendering, set_at
 
 CHECKS = all_checks()
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
@@ -197,13 +197,6 @@ def test_an_upgrade_keeps_the_replicas_that_an_autoscaler_has_set(helm: Helm, ki
     without = installed(helm, scaled(down, 4), *plain)
     steps = [set(replicas_of(rendering).values()) for rendering in (first, up, down, without)]
     assert steps == [{None}, {5}, {0}, {4}], "turning it off is no reason to scale"
-
-
-def test_a_service_that_holds_sessions_and_was_scaled_is_refused_before_anything_changes(helm4: Helm) -> None:
-    first = installed(helm4, {}, "agents.enabled=true")
-    run = ["run.name=a", "run.model.path=recipe:countdown", "run.rollout.program=agent"]
-    with pytest.raises(HelmError, match=r"agents\.replicas=3 does not work with run\.rollout\.program=agent"):
-        installed(helm4, scaled(first, 3), *run)
 
 
 def test_with_certificates_probes_ask_the_admin_port_over_tls(renderings: list[Rendering]) -> None:

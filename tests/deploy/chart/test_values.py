@@ -199,7 +199,6 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
             [*SGLANG, "model.existingClaim=m", "generator.sglang.sidecar.args={--tp-size=2}", SIDECAR_GPU],
             "--tp-size=2 with 1",
         ),
-        (["run.rollout.program=agent", "agents.replicas=2"], r"agents\.replicas=2 .* run\.rollout\.program=agent"),
     ],
 )
 def test_values_that_do_not_work_together_say_what_is_missing(helm: Helm, items: list[str], complaint: str) -> None:
@@ -216,13 +215,22 @@ def test_a_flag_of_two_words_asks_for_gpus_as_one_of_one_word_does(helm: Helm, t
     helm.template(CHART, [KIND, file], [*values, SIDECAR_GPU.replace("=1", "=4")])
 
 
-def test_one_process_at_a_time_may_hold_sessions_and_several_may_answer_other_calls(helm: Helm) -> None:
+def test_several_pods_may_hold_sessions_and_reach_each_other(helm: Helm) -> None:
     needed = ["run.rollout.program=agent", "agents.enabled=false"]  # deployed all the same
-    agents = helm.template(CHART, [KIND], needed).one("Deployment", "-agents")["spec"]
-    others = helm.template(CHART, [KIND], ["agents.replicas=2"]).one("Deployment", "-agents")["spec"]
-    assert (agents["replicas"], agents["strategy"]["type"]) == (1, "Recreate")
-    assert others["replicas"] == 2
-    assert "strategy" not in others
+    ours = "networkPolicy.agentsFrom[0].podSelector.matchLabels.app=tools"
+    rendering = helm.template(CHART, [KIND], [*needed, "agents.replicas=3", "networkPolicy.enabled=true", ours])
+    agents = rendering.one("Deployment", "-agents")["spec"]
+    assert (agents["replicas"], "strategy" in agents) == (3, False)
+    (container,) = agents["template"]["spec"]["containers"]
+    (address,) = [e for e in container["env"] if e["name"] == "ROLLMESH_NETWORK__ADVERTISE_HOST"]
+    assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    (port,) = [p["containerPort"] for p in container["ports"] if p["name"] == "http"]
+    (calls, _) = rendering.one("NetworkPolicy", "-agents")["spec"]["ingress"]
+    tools, pods = (peer["podSelector"]["matchLabels"] for peer in calls["from"])
+    assert (tools, calls["ports"]) == ({"app": "tools"}, [{"port": port, "protocol": "TCP"}])
+    assert (
+        pods == agents["selector"]["matchLabels"] and pods.items() <= agents["template"]["metadata"]["labels"].items()
+    )
 
 
 @pytest.mark.parametrize(("example", "sets"), RUN_FILES)
