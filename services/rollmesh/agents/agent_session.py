@@ -182,6 +182,7 @@ class SessionTrajectory:
         self.lost = ""
         """Reason for losing the trajectory; empty while it belongs to the session."""
         self._session = session
+        self._saving = asyncio.Lock()
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -215,9 +216,10 @@ class SessionTrajectory:
 
     async def save_mark(self, rollout: RolloutContext, **changes: Any) -> None:
         """Save changes of the mark, then apply them; Conflict if another session in progress has the session's name."""
-        mark = replace(self.mark, **changes)
-        await rollout.keep_snapshot(rollout.active, mark.to_bytes(), root_of(mark.session_id), mark.session_name)
-        self.mark = mark
+        async with self._saving:
+            mark = replace(self.mark, **changes)
+            await _keep(mark, rollout)
+            self.mark = mark
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:
         """Wait until the agent has posted its reward; the worker runs this.
@@ -228,8 +230,13 @@ class SessionTrajectory:
         active.observe(self._on_change)
         self.rollout = rollout
         self.notify()
+        registrations = active.registrations
         try:
             while True:
+                if registrations != active.registrations:  # Redis may have lost the newest mark
+                    registrations = active.registrations
+                    async with self._saving:
+                        await _keep(self.mark, rollout)
                 if not self.busy:
                     if self.mark.ended and not self.given_up:
                         return self._result()
@@ -320,3 +327,7 @@ class SessionTrajectory:
             self._waiter = asyncio.get_running_loop().create_future()
         seconds = None if until is None else max(0.0, until - time.monotonic())
         await asyncio.wait([self._waiter], timeout=seconds)
+
+
+async def _keep(mark: AgentMark, rollout: RolloutContext) -> None:
+    await rollout.keep_snapshot(rollout.active, mark.to_bytes(), root_of(mark.session_id), mark.session_name)

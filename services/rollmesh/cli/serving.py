@@ -33,7 +33,7 @@ _SERVICES = {
     "generator": "Run a generator; it loads the newest policy by itself and may join or leave at any time.",
     "reward": "Run a reward service: verifiers in a process pool that kills them on time-out.",
     "trainer": "Run the trainer (one process, or a rank under torchrun); a newer trainer fences an older one.",
-    "agents": "Serve the OpenAI-compatible API; a run of outside agents needs one process that holds their sessions.",
+    "agents": "Serve the OpenAI-compatible API and the sessions of agents; any number may run.",
     "gateway": "Serve the page and the REST API of a run; any number may run; they only read unless a user acts.",
 }
 

@@ -65,6 +65,8 @@ class ActiveTrajectory:
         """Newest policy version that sampled a token; -1 without one."""
         self.first_token_reported = False
         """True if the queue stores the policy version of a first token that is not saved yet."""
+        self.registrations = 0
+        """Number of times that the worker has registered the trajectory again."""
         self.incarnation = incarnation
         """Number of restarts; every write carries it."""
         self.snapshot = snapshot
@@ -149,6 +151,8 @@ class ActiveTrajectory:
         """Note a registration with a server that may have been restored to a state before the last writes."""
         self.saved_token_count = min(saved_token_count, self.token_count)
         self.first_token_reported = False
+        self.registrations += 1
+        self._notify()
 
     def unsaved(self) -> list[Segment]:
         """Return the segments after the saved tokens; the first one is sliced if it is partly saved."""

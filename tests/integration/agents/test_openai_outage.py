@@ -40,6 +40,10 @@ async def test_an_outage_of_redis_holds_sessions_back_and_loses_nothing(tmp_path
     ):  # fmt: skip
         agents = [await Agent.open(api, http) for _ in range(2)]
         first = [await agent.turn() for agent in agents]
+        keys, (kept,) = mesh.store.connection.keys, (await state(http, agents[1].id))["trajectories"]
+        # As if the new server had lost the last second.
+        await mesh.store.connection.command("HDEL", keys.of("trajectory", kept["id"]), "agent", "snapshot")
+        await mesh.store.connection.command("DEL", keys.of("agent", agents[1].id))
         await asyncio.to_thread(own.kill)
         call = asyncio.create_task(agents[0].turn("and in an outage?"))
         for method, path in (("GET", "/models"), ("POST", "/sessions")):
@@ -51,6 +55,12 @@ async def test_an_outage_of_redis_holds_sessions_back_and_loses_nothing(tmp_path
         async with asyncio.timeout(180):
             answer = await call
         assert answer.model_extra["rollmesh"]["trajectory"] == first[0].model_extra["rollmesh"]["trajectory"]
+        async with mesh.api(1) as other, http_of(other) as elsewhere:
+
+            async def known() -> bool:
+                return (await elsewhere.get(f"/sessions/{agents[1].id}")).status_code == 200
+
+            await mesh.until("the other replica finds the silent session", known)
         for number, agent in enumerate(agents):
             assert (await state(http, agent.id))["drift_count"] == 0
             done = await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})

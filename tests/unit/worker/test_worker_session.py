@@ -33,11 +33,11 @@ class Outage:
         self._attempt()
         return "server"
 
-    async def open(self, _worker: str) -> str:
+    async def open(self, *_worker: str) -> str:
         self._attempt()
         return "new"
 
-    async def reregister(self, _session: str, _held: list[tuple[str, int]], _worker: str) -> list[ReRegistered]:
+    async def reregister(self, _session: str, _held: list[tuple[str, int]], *_worker: str) -> list[ReRegistered]:
         return []
 
 
@@ -97,7 +97,7 @@ class Restarts(Outage):
         self.restarts = 0
         self.registered: list[str] = []
 
-    async def open(self, _worker: str) -> str:
+    async def open(self, *_worker: str) -> str:
         self.opened += 1
         self.known.add(f"session-{self.opened}")
         return f"session-{self.opened}"
@@ -110,7 +110,7 @@ class Restarts(Outage):
             raise SessionLost("unknown session")
         return "server"
 
-    async def reregister(self, session: str, _held: list[tuple[str, int]], _worker: str) -> list[ReRegistered]:
+    async def reregister(self, session: str, _held: list[tuple[str, int]], *_worker: str) -> list[ReRegistered]:
         if session not in self.known:
             raise SessionLost("unknown session")
         self.registered.append(session)
