@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ _SOURCE_BACK: dict[Any, SegmentSource] = {v: k for k, v in _SOURCE.items()}
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed")
 _SEGMENT_FIELDS = ("policy_version", "kv_min_version", "temperature")
-_OUTCOME_FIELDS = ("value", "message")
+_OUTCOME_FIELDS = ("value", "message", "shared_by")
 _TRAJECTORY_FIELDS = (
     *("trajectory_id", "group_id", "member_index", "shaped_reward", "birth_version", "traceparent"),
     "cut_token_count",
@@ -190,12 +189,11 @@ def _with_whole_numbers(value: Any) -> Any:
 
 def outcome_to_pb(outcome: RewardOutcome) -> pb.RewardOutcome:
     """Encode an outcome."""
-    credit: dict[str, Any] = {"turns": [asdict(turn) for turn in outcome.turns], "shared_by": outcome.shared_by}
     return pb.RewardOutcome(
         **same_fields(outcome, _OUTCOME_FIELDS),
         kind=_OUTCOME[outcome.kind],
         parts=dict(outcome.parts),
-        **{name: value for name, value in credit.items() if value},
+        turns=[pb.TurnReturn(end=turn.end, value=turn.value) for turn in outcome.turns],
     )
 
 
@@ -204,13 +202,11 @@ def outcome_from_pb(message: pb.RewardOutcome) -> RewardOutcome:
     kind = _OUTCOME_BACK.get(message.kind)
     if kind is None:
         raise DataError(f"outcome.kind={message.kind}: expected a known kind")
-    credit: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     return RewardOutcome(
         **same_fields(message, _OUTCOME_FIELDS),
         kind=kind,
         parts=dict(message.parts),
-        turns=tuple(TurnReturn(end=turn.end, value=turn.value) for turn in credit.get("turns", ())),
-        shared_by=credit.get("shared_by", ""),
+        turns=tuple(TurnReturn(end=turn.end, value=turn.value) for turn in message.turns),
     )
 
 
