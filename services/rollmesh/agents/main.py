@@ -16,6 +16,7 @@ A call that names a session (``session_address``) is recorded in it.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Annotated, Any
 
@@ -184,7 +185,8 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
     @api.post("/responses", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         """Answer a conversation of items, with items: thoughts, messages and calls of functions."""
-        return await answering.answer(request, body.as_chat(), "responses", partial(ResponseFormat, request=body))
+        chat = await asyncio.to_thread(body.as_chat)
+        return await answering.answer(request, chat, "responses", partial(ResponseFormat, request=body))
 
     @api.post("/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
     async def completions(request: Request, body: CompletionRequest) -> Response:
