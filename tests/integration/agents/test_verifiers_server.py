@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +18,21 @@ from rollmesh.runtime.addresses import free_port
 from rollmesh.tasks.environments.environment_protocol import load_agent
 from rollmesh.types import OutcomeKind, SegmentSource, Trajectory
 
-from ...kit.environments import python_of
+from ...kit.verifiers_programs import document_script, script, verifiers_server
 from .agent_client import http_of
 from .agent_mesh import TOKEN, AgentMesh, Api
 from .tool_model import ADD
 
-ENVIRONMENTS = Path(__file__).parents[2] / "environments"
-DOCUMENT = Path(__file__).parents[3] / "docs" / "environments.md"
+MODULE = "verifiers_sums"
 
 
-def of_document(name: str, **changes: str) -> str:
-    """A script of the document, with texts in it replaced."""
-    code = DOCUMENT.read_text().split(f"<!-- {name} -->")[1].split("```python\n")[1].split("```")[0]
-    for before, after in changes.items():
-        assert before in code
-        code = code.replace(before, after)
-    return code
-
-
-def script(code: str, *arguments: str) -> dict[str, Any]:
-    """A script in the environment of verifiers."""
-    environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS), "ROLLMESH_API_KEY": TOKEN, "OMP_NUM_THREADS": "1"}
-    return {"args": [str(python_of("verifiers")), "-c", code, *arguments], "env": environment}
-
-
-@contextmanager
-def serving(address: str, folder: Path, harness: str = "verifiers_sums") -> Iterator[None]:
-    """An environment server process; it is killed at the end."""
-    with (folder / "environment.log").open("ab") as log:
-        code = of_document("serve", **{"tcp://127.0.0.1:5000": address, "null": harness})
-        process = subprocess.Popen(**script(code, "verifiers_sums"), stdout=log, stderr=log)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
+def serving(address: str, folder: Path, harness: str = "") -> AbstractContextManager[None]:
+    return verifiers_server(address, MODULE, TOKEN, folder / "environment.log", harness)
 
 
 def write_rows(file: Path, **changes: Any) -> dict[str, Any]:
     """Rows with the taskset's tasks, as a run's source."""
-    done = subprocess.run(**script(of_document("tasks"), "verifiers_sums"), capture_output=True, text=True, check=True)
+    done = subprocess.run(**document_script("tasks", MODULE), capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     for row in rows:
         row["task_data"] = json.dumps(json.loads(row["task_data"]) | {"tools": [ADD], **changes})
@@ -110,23 +84,6 @@ def check_exact(mesh: AgentMesh, trajectory: Trajectory) -> None:
     assert text.endswith("It is 5.<|im_end|>") and "<tool_response>\n5\n</tool_response>" in text
 
 
-async def test_rewards_and_metrics_of_the_environment_are_recorded_with_exact_tokens(
-    make_tools_mesh: Callable[..., Any], tmp_path: Path
-) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
-    mesh = await make_tools_mesh(data=write_rows(tmp_path / "rows.jsonl"))
-    with serving(address, tmp_path):
-        async with agent(mesh, address) as api:
-            values = set()
-            for step in (1, 2, 3):
-                for trajectory in trajectories(await mesh.batch(step)):
-                    check_exact(mesh, trajectory)
-                    values.add(trajectory.outcome.value)
-            assert values == {0.0, 2.0}
-        assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
-        assert api.value("rollmesh_agents_drift_total", outcome="restarted") == 0
-
-
 async def test_an_environment_server_killed_in_an_episode_costs_its_rollouts_alone(
     make_tools_mesh: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -142,9 +99,12 @@ async def test_an_environment_server_killed_in_an_episode_costs_its_rollouts_alo
         await mesh.until("rollouts have failed", lambda: failed(mesh, 4))
         gate.touch()
         with serving(address, tmp_path):
-            for step in (1, 2):
-                for trajectory in trajectories(await mesh.batch(step)):
-                    check_exact(mesh, trajectory)
+            trained = [trajectory for step in (1, 2, 3) for trajectory in trajectories(await mesh.batch(step))]
+            for trajectory in trained:
+                check_exact(mesh, trajectory)
+            assert {trajectory.outcome.value for trajectory in trained} == {0.0, 2.0}
+        for outcome in ("forked", "restarted"):
+            assert api.value("rollmesh_agents_drift_total", outcome=outcome) == 0
     counts = await mesh.store.mesh.counts()
     assert counts.totals["scored_total"] == counts.totals["finished_total"] - counts.totals["unscorable_total"]
 
@@ -192,7 +152,7 @@ async def test_the_train_client_of_verifiers_records_the_sample_that_it_would_tr
                 base_url = f"{api.url}/sessions/{told['id']}/v1"
                 sent = (address, base_url, told["model"], str(tokenizer), told["task"]["task_data"])
                 done = await asyncio.to_thread(
-                    subprocess.run, **script(TRAIN, *sent), stdout=subprocess.PIPE, text=True, check=True
+                    subprocess.run, **script(TRAIN, *sent, token=TOKEN), stdout=subprocess.PIPE, text=True, check=True
                 )
                 shown = (await http.get(f"/sessions/{told['id']}")).json()
                 assert shown["drift_count"] == 0
