@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from rollmesh.agents.answer_stream import AnswerStream, AnswerTurn
 from rollmesh.agents.context_match import TurnMark
@@ -26,11 +26,14 @@ from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 from rollmesh.worker.agent_mark import AgentMark, root_of
 from rollmesh.worker.program import RolloutContext, RolloutResult
 
+SessionKind = Literal["training", "evaluation"]
+
 _ENDS = {
     "rewarded": "its reward has been recorded",
     "given_up": "the agent gave it up",
     "idle": "the agent was silent for longer than rollout.agent.idle_timeout_seconds",
-    "lost": "the queue has revoked its trajectory (its group was dropped, or it became too stale)",
+    "lost": "the queue has revoked its trajectory (its group was dropped, or it became too stale), or its evaluation "
+    "has ended",
 }
 
 KEY_PREFIX = "sk-"
@@ -50,6 +53,8 @@ class AgentSession:
     group_id: str
     start_time: float
     idle_seconds: float
+    pinned_version: int | None = None
+    """Policy version that an evaluation's session samples from; None in a session that is trained."""
     trajectories: list[SessionTrajectory] = field(default_factory=list)
     team: list[AgentSession]
     """Sessions in progress that share one reward, this one included: an agent's and those of its sub-agents."""
@@ -67,6 +72,11 @@ class AgentSession:
     def is_root(self) -> bool:
         """False for a session of a sub-agent."""
         return self.session_id == root_of(self.session_id)
+
+    @property
+    def kind(self) -> SessionKind:
+        """Use of the session's reward: training, or the score of an evaluation."""
+        return "training" if self.pinned_version is None else "evaluation"
 
     @property
     def newest(self) -> SessionTrajectory:
@@ -93,6 +103,13 @@ class AgentSession:
         for trajectory in self.trajectories:
             trajectory.notify()
 
+    def lose(self, why: str) -> None:
+        """End the work on all trajectories of the team, and its calls in progress."""
+        for trajectory in [trajectory for member in self.team for trajectory in member.trajectories]:
+            trajectory.mark_lost(why)
+            if trajectory.active is not None:
+                trajectory.active.lose(why)
+
     def check(self) -> None:
         if self.ended:
             raise session_ended(self.session_id, self.ended)
@@ -106,6 +123,8 @@ class AgentSession:
             "parent": None if self.is_root else root_of(self.session_id),
             "api_key": f"{KEY_PREFIX}{self.session_id}",
             "model": run,
+            "kind": self.kind,
+            "policy_version": self.pinned_version,
             "state": self.state,
             "created": int(self.start_time),
             "group_id": self.group_id,
@@ -282,8 +301,10 @@ class SessionTrajectory:
 
     def check(self) -> None:
         """Raise OpenAiError if the trajectory no longer belongs to the session."""
-        if self.lost:
-            raise gone(f"the session has ended: {self.lost}; open a new session: POST /v1/sessions", "session_ended")
+        # While a call is in progress, ``run`` does not look.
+        why = self.lost or (self.rollout.active.lost if self.rollout is not None else "")
+        if why:
+            raise gone(f"the session has ended: {why}; open a new session: POST /v1/sessions", "session_ended")
 
     def drop_turns(self, drift_count: int) -> None:
         """Drop the turns: the trajectory restarts, and its next turn is the first one."""

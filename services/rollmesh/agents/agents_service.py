@@ -32,12 +32,14 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.store import TrajectoryStore
+from rollmesh.store.evaluation_requests import due_at_end
 from rollmesh.text import Tokenizer
 from rollmesh.types import PolicyRecord
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.agent_mark import root_of
 from rollmesh.worker.build import WorkerSettings, worker_deps
+from rollmesh.worker.evaluator import Evaluator, run_evaluator
 from rollmesh.worker.generation_calls import Caller, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
 from rollmesh.worker.known_policies import NewestPolicy
@@ -148,7 +150,7 @@ class OpenAiService:
         )
 
     async def complete(self) -> bool:
-        """Tell whether training needs no more rollouts."""
+        """Tell whether the run needs no more rollouts, for training or for an evaluation."""
         return await _complete(self.config, self.store)
 
 
@@ -181,10 +183,10 @@ async def openai_service(
         agents: Agents | None = None
         if config.rollout.program == "agent":
             reward = await stack.enter_async_context(RewardClient(config, security=security))
-            session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
+            session_manager = SessionManager(metrics, config.rollout)
             name, worker_metrics = instance_name(config, "agents", index), WorkerMetrics(registry)
             deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health, address)
-            worker = Worker(settings, deps, session_manager)
+            worker = Worker(settings, deps, session_manager.waiting)
             generators, policies = deps.generators, deps.policies
             agents = Agents(
                 session_manager=session_manager,
@@ -194,7 +196,9 @@ async def openai_service(
                     store.sessions, address, await stack.enter_async_context(AdminClient(security)), drain
                 ),
             )
-            loops.start(_work(worker, deps.session, health, stop), "agents-worker")
+            loops.start(
+                _work(worker, run_evaluator(config, deps, tokenizer), deps.session, health, stop), "agents-worker"
+            )
             loops.start(_sweep(session_manager, stop), "agents-sweep")
         else:
             generators = GeneratorPool(store.generators, placement=Placement(config.rollout.placement))
@@ -223,7 +227,25 @@ async def _complete(config: RunConfig, store: TrajectoryStore) -> bool:
     if config.rollout.program != "agent":
         return False
     state = await store.training.state()
-    return max(state.trained_step, state.cut_step) >= config.trainer.train_steps
+    if max(state.trained_step, state.cut_step) < config.trainer.train_steps:
+        return False
+    return not await _evaluations_left(config, store)
+
+
+async def _evaluations_left(config: RunConfig, store: TrajectoryStore) -> bool:
+    """Tell whether the end of the run still needs agents for an evaluation, also for one that nobody requested yet."""
+    records, newest, evaluation = await store.evaluations.all(), await store.policies.latest(), config.evaluation
+    done = {record.request.policy_version for record in records if record.result is not None}
+    if len(done) < len(records):
+        return True
+    if not (evaluation.before_and_after or evaluation.every_versions):
+        return False
+    if newest is None or newest.train_step < config.trainer.train_steps:
+        return True
+    due = {*due_at_end(evaluation, newest.policy_version, config.checkpoints.keep_last)}
+    if evaluation.before_and_after:
+        due.add(newest.policy_version)
+    return not due <= done
 
 
 class Loops:
@@ -247,8 +269,10 @@ class Loops:
             self._shutdown.set()
 
 
-async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Shutdown) -> None:
-    """Run one worker session, from the first heartbeat to the last release."""
+async def _work(
+    worker: Worker, evaluator: Evaluator, session: WorkerSession, health: Health, stop: asyncio.Event
+) -> None:
+    """Run one worker session with its evaluations, from the first heartbeat to the last release."""
     while True:
         try:
             await session.open()
@@ -259,12 +283,18 @@ async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Sh
             return
     health.watch("heartbeat", _HEARTBEAT_DEADLINE_SECONDS)
     heartbeat = asyncio.create_task(session.keep_alive(lambda: health.beat("heartbeat")), name="heartbeat")
+    working = asyncio.create_task(worker.run(stop), name="worker")
+    evaluating = asyncio.create_task(evaluator.run(), name="evaluator")
     try:
-        await worker.run(stop)
+        await asyncio.wait([working, evaluating], return_when=asyncio.FIRST_COMPLETED)
     finally:
+        stop.set()
+        ended = await cancel_and_wait(evaluating)
+        ended += await asyncio.gather(working, return_exceptions=True)
         await cancel_and_wait(heartbeat)
         health.unwatch("heartbeat")
         await session.close()
+    raise_first_error(ended)
 
 
 async def _sweep(session_manager: SessionManager, stop: Shutdown) -> None:

@@ -22,6 +22,7 @@ from rollmesh.agents.connections import unless
 from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_requests import RewardRequest
 from rollmesh.agents.session_opening import open_session
+from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import BackgroundTasks, cancelled_awaits_as_errors
@@ -41,7 +42,7 @@ _LONGEST_ERROR = 2000
 async def hosted_agent(
     service: OpenAiService, app: FastAPI, function: AgentFunction, token: str, url: str, shutdown: Shutdown
 ) -> AsyncIterator[None]:
-    """Run the function on every prompt until ``shutdown`` or the end of the run; calls do not leave the process.
+    """Run the function on every prompt until ``shutdown``; calls do not leave the process.
 
     ``url``: the service's own, for calls of other processes.
     """
@@ -74,9 +75,8 @@ class _HostedAgent:
                         manager.end(session, "given_up")
                 try:
                     session = await unless(open_session(self._service, _PROMPT_SECONDS), self._service.drain())
-                except OpenAiError as error:
-                    if error.code == "run_complete" or await wait_or_shutdown(shutdown, _POLL_SECONDS):
-                        return
+                except (OpenAiError, StoreUnavailable):  # run_complete, too: an ended run may still be evaluated
+                    await wait_or_shutdown(shutdown, _POLL_SECONDS)
                     continue
                 own.add(session.session_id)
                 self._attempts.start(self._attempt(session), session.session_id)

@@ -225,7 +225,7 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         """Open a session with a prompt; waits while the run is paused or its pool is full."""
         body = body or SessionRequest()
         opening = (
-            open_session(service, body.wait_seconds)
+            open_session(service, body.wait_seconds, kind=body.kind)
             if body.parent is None
             else open_sub_agent(service, body.parent, here=is_answered_here(request))
         )

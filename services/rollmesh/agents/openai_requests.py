@@ -350,6 +350,9 @@ class GenerateRequest(Closed):
         return CompletionRequest(model=self.model, prompt=self.token_ids, max_tokens=limit, logprobs=0, **fields)
 
 
+WantedKind = Literal["any", "training", "evaluation"]
+
+
 class SessionRequest(Closed):
     """POST /v1/sessions."""
 
@@ -357,6 +360,8 @@ class SessionRequest(Closed):
     """Seconds to wait for a prompt while the run is paused or its pool is full."""
     parent: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     """Session of the agent whose reward its sub-agent shares (trainer.algorithm.credit: shared)."""
+    kind: WantedKind = "any"
+    """training or evaluation: only such a session; any: one of an evaluation first."""
 
 
 class RewardRequest(Closed):

@@ -195,7 +195,7 @@ class RecordedCalls:
         self._check_room(self._budget, match.new_ids, request.field)
         mark = trajectory.turn_mark
         unwanted = is_repeat and mark is not None and not _has_answers(rollout.active.segments, mark.at)
-        fork = await self._fork(rollout)
+        fork = await self._fork(session, rollout)
         if fork.leased is None and is_repeat:
             return self._replay(call)  # fixed noise: sampling again gives the same answer
         session.drift_count += 1
@@ -208,7 +208,7 @@ class RecordedCalls:
             return await self._next_turn(call, match)
         newest = self._session_manager.add_trajectory(session, fork.leased.trajectory.trajectory_id)
         trajectory.busy = False
-        if unwanted:
+        if unwanted and session.kind == "training":  # an evaluation waits for its first trajectory
             trajectory.give_up(UNWANTED)
         return await self._next_turn(await self._take(session, newest, request), match)
 
@@ -220,7 +220,8 @@ class RecordedCalls:
 
     async def _open_sub_agent(self, parent: AgentSession) -> AgentSession:
         try:
-            fork = await self._fork(await parent.newest.wait_ready(time.monotonic() + _PARKED_SECONDS))
+            rollout = await parent.newest.wait_ready(time.monotonic() + _PARKED_SECONDS)
+            fork = await self._fork(parent, rollout)
             if fork.leased is None:
                 limit = "pool" if fork.status is ForkStatus.POOL_FULL else "group (curriculum.most_members)"
                 raise too_many(f"parent: the {limit} has no room for another trajectory", "no_room")
@@ -230,8 +231,10 @@ class RecordedCalls:
             raise gone(f"the session has ended: {error}", "session_ended") from error
         return session
 
-    async def _fork(self, rollout: RolloutContext) -> Fork:
+    async def _fork(self, session: AgentSession, rollout: RolloutContext) -> Fork:
         """Open another trajectory; without room, the result has none. OpenAiError if a pause outlasts the wait."""
+        if rollout.pinned_version is not None:
+            return self._session_manager.fork_evaluation(session, rollout)
         nonce, since = secrets.token_hex(8), dict[ForkStatus, float]()
         limits = {ForkStatus.POOL_FULL: _FORK_SECONDS, ForkStatus.PAUSED: _PARKED_SECONDS}
         while True:
@@ -350,7 +353,13 @@ class RecordedCalls:
         last = active.segments[-1] if active.segments else None
         if turn.token_count and last is not None and int(last.token_ids[-1]) in rollout.params.stop_token_ids:
             return FinishReason.STOP  # the call was cut off after the last token
-        return await rollout.caller.sample(active, end - active.token_count, rollout.params, save=save)
+        return await rollout.caller.sample(
+            active,
+            end - active.token_count,
+            rollout.params,
+            save=save if rollout.pinned_version is None else None,
+            pinned_version=rollout.pinned_version,
+        )
 
     def _check_room(self, left: int, new_ids: Int32Array, field: str) -> None:
         if len(new_ids) >= left:

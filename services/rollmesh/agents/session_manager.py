@@ -10,37 +10,31 @@ import asyncio
 import re
 import secrets
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections import OrderedDict
 
 from rollmesh.agents.agent_session import (
     UNWANTED,
     AgentGone,
     AgentSession,
     EndedSession,
+    SessionKind,
     SessionTrajectory,
 )
 from rollmesh.agents.agents_metrics import SESSION_STATES, OpenAiMetrics
-from rollmesh.agents.openai_errors import busy
+from rollmesh.agents.evaluation_sessions import EvaluationSessions
+from rollmesh.agents.waiting_agents import WaitingAgents
+from rollmesh.config.rollout import RolloutConfig
 from rollmesh.errors import Conflict
 from rollmesh.runtime.logging import get_logger
-from rollmesh.store.queue_types import ReleaseReason
+from rollmesh.store.queue_types import Fork, ReleaseReason
 from rollmesh.types import Prompt, RewardOutcome, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 from rollmesh.worker.agent_mark import AgentMark, posted_outcome, root_of
 from rollmesh.worker.program import RolloutContext, RolloutResult
 
 _SESSION_ID = re.compile(r"ses-[0-9a-f]{32}(\.[0-9]+)?")
-_LEASE_SECONDS = 5.0
-"""Longest time that a request without a wait is held until the worker has asked the queue for a prompt."""
 _REMEMBERED_SESSIONS = 4096
 """Number of ended sessions whose ids, counts and marks are kept."""
-
-
-_Waiting = tuple[str, asyncio.Future[AgentSession | None]]
-"""Name (or an empty text) and future of a session that an agent waits for; None if another replica has opened it."""
 
 
 def is_session_id(text: str) -> bool:
@@ -51,24 +45,18 @@ def is_session_id(text: str) -> bool:
 class SessionManager:
     """Owner of the sessions; assigns trajectories to sessions and sessions to agents."""
 
-    def __init__(self, metrics: OpenAiMetrics, idle_seconds: float) -> None:
+    def __init__(self, metrics: OpenAiMetrics, rollout: RolloutConfig) -> None:
         self._metrics = metrics
-        self._idle_seconds = idle_seconds
-        self.work_due = asyncio.Event()
-        """Set when an agent starts to wait for a trajectory; the worker clears it."""
-        self._lease_ended = asyncio.Event()
-        self._empty_leases = 0
-        """Number of times that the worker has asked the queue for work and received none."""
+        self._idle_seconds = rollout.agent.idle_timeout_seconds
+        self.waiting = WaitingAgents(lambda session: self.end(session, "given_up"))
+        self._evaluations = EvaluationSessions(self.waiting, self._idle_seconds, rollout.max_attempts)
         self._sessions: dict[str, AgentSession] = {}
         self._teams: dict[str, list[AgentSession]] = {}
         """Sessions in progress by the id of the session that gets their reward."""
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._ids_by_name: dict[str, str] = {}
         """Ids of the sessions, ended ones included, that agents have named."""
-        self._opening: set[str] = set()
-        """Names of the sessions that calls are opening."""
         self._trajectories: dict[str, SessionTrajectory] = {}
-        self._waiting: deque[_Waiting] = deque()
         self._log = get_logger("agents")
 
     def find(self, id_or_name: str) -> AgentSession | EndedSession | None:
@@ -80,71 +68,11 @@ class SessionManager:
     def sessions(self) -> list[AgentSession]:
         return list(self._sessions.values())
 
-    def wanted(self) -> int:
-        """Return the number of new trajectories that agents wait for."""
-        return sum(1 for _, future in self._waiting if not future.done())
-
-    def lease_attempted(self, leased_count: int) -> None:
-        """Record that the queue has answered the worker's request for work."""
-        self._empty_leases += not leased_count
-        self._lease_ended.set()
-        self._lease_ended = asyncio.Event()
-
-    @contextmanager
-    def opening(self, name: str) -> Iterator[None]:
-        """Keep the name of a session for the call that opens it; OpenAiError if another call does. No name is free."""
-        if name in self._opening:
-            raise busy(f"session {name}: another call is opening it", "session_busy")
-        if name:
-            self._opening.add(name)
-        try:
-            yield
-        finally:
-            self._opening.discard(name)
-
-    async def open(self, wait_seconds: float, name: str = "") -> AgentSession | None:
-        """Wait for a session with a new prompt; None after ``wait_seconds``, but not before the queue was asked.
-
-        None at once when another replica has opened a session of this name.
-
-        ``name``: the name by which the agent calls the session; empty without one.
-
-        During a pause or an outage of the queue, and without generators, None is returned up to five seconds later.
-        """
-        future: asyncio.Future[AgentSession | None] = asyncio.get_running_loop().create_future()
-        waiting = (name, future)
-        self._waiting.append(waiting)
-        # The lease in progress, if any, may have begun before this agent came.
-        required_leases = self._empty_leases + 2
-        self.work_due.set()
-        try:
-            try:
-                async with asyncio.timeout(wait_seconds):
-                    return await asyncio.shield(future)
-            except TimeoutError:
-                await self._until_leased(waiting, required_leases)
-                return future.result() if future.done() and not future.cancelled() else None
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and (session := future.result()) is not None:
-                self.end(session, "given_up")
-            raise
-        finally:
-            if not future.done():
-                future.cancel()
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-
-    async def _until_leased(self, waiting: _Waiting, required_leases: int) -> None:
-        _, future = waiting
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LEASE_SECONDS):
-                # A future that has left the queue belongs to a trajectory whose mark is being saved.
-                while not future.done() and (waiting not in self._waiting or self._empty_leases < required_leases):
-                    ended: asyncio.Future[Any] = asyncio.ensure_future(self._lease_ended.wait())
-                    try:
-                        await asyncio.wait((future, ended), return_when=asyncio.FIRST_COMPLETED)
-                    finally:
-                        ended.cancel()
+    def fork_evaluation(self, session: AgentSession, rollout: RolloutContext) -> Fork:
+        """Open one more trajectory of an evaluation's session; the caller adds it before its next await."""
+        return self._evaluations.fork(
+            session, rollout, lambda own: self._go_on(self._trajectories[own.active.trajectory_id], own)
+        )
 
     def add_trajectory(self, session: AgentSession, trajectory_id: str) -> SessionTrajectory:
         """Continue the conversation in another trajectory, which the worker is about to run."""
@@ -167,6 +95,7 @@ class SessionManager:
             session_id=f"{root_of(parent.session_id)}.{member}", trajectory_index=0, start_time=time.time()
         )
         session = self._make_session(mark, parent.prompt, parent.group_id)
+        session.pinned_version = parent.pinned_version
         self._begin(session, SessionTrajectory(session, mark), trajectory_id)
         return session
 
@@ -203,16 +132,21 @@ class SessionManager:
                 mark = session.newest.mark
                 reward = None if mark.outcome is None else mark.outcome.value
                 self.end(session, "rewarded" if mark.ended else "lost", reward)
-        states = [session.state for session in self.sessions]
+        states = [session.state for session in self.sessions] + ["waiting"] * len(self.waiting)
         for state in SESSION_STATES:
-            self._metrics.sessions.labels(state=state).set(self.wanted() if state == "waiting" else states.count(state))
+            self._metrics.sessions.labels(state=state).set(states.count(state))
 
     # -- the worker's program --------------------------------------------------------------------------------------
     async def run(self, rollout: RolloutContext) -> RolloutResult:
         """Keep one trajectory leased for its agent until the agent posts a reward."""
+        if rollout.pinned_version is not None:
+            return await self._evaluations.run(rollout, self._for_waiting_agent, self._go_on)
         trajectory = await self._trajectory_for(rollout)
         if trajectory is None:
             raise Parked(ReleaseReason.PAUSED)  # the agent that waited for it has left
+        return await self._go_on(trajectory, rollout)
+
+    async def _go_on(self, trajectory: SessionTrajectory, rollout: RolloutContext) -> RolloutResult:
         session = self._sessions.get(trajectory.mark.session_id)
         try:
             return await trajectory.run(rollout)
@@ -225,6 +159,11 @@ class SessionManager:
             raise
         except LetGo:
             if session is not None:
+                self.end(session, "lost")
+            raise
+        except asyncio.CancelledError:
+            if session is not None and rollout.pinned_version is not None:
+                session.lose("its evaluation has ended")
                 self.end(session, "lost")
             raise
 
@@ -267,30 +206,30 @@ class SessionManager:
         return trajectory
 
     async def _for_waiting_agent(self, rollout: RolloutContext) -> SessionTrajectory | None:
-        while self._waiting:
-            name, future = self._waiting.popleft()
-            if future.done():
-                continue
-            active = rollout.active
-            session_id = f"ses-{secrets.token_hex(16)}"
-            mark = AgentMark(session_id=session_id, session_name=name, trajectory_index=0, start_time=time.time())
+        kind: SessionKind = "training" if rollout.pinned_version is None else "evaluation"
+        while (waiting := self.waiting.take(kind)) is not None:
+            active, session_id = rollout.active, f"ses-{secrets.token_hex(16)}"
+            mark = AgentMark(
+                session_id=session_id, session_name=waiting.name, trajectory_index=0, start_time=time.time()
+            )
             session = self._make_session(mark, active.trajectory.prompt, active.trajectory.group_id)
+            session.pinned_version = rollout.pinned_version
             trajectory = SessionTrajectory(session, mark, active)
             try:
                 await trajectory.save_mark(rollout)
             except Conflict:
-                future.set_result(None)
+                if not waiting.session.done():
+                    waiting.session.set_result(None)
                 continue
             except BaseException:
                 # The lease is lost, and nobody has heard of the session: its agent waits for another trajectory.
-                self._waiting.appendleft((name, future))
-                self.work_due.set()
+                self.waiting.put_back(waiting)
                 raise
             self._begin(session, trajectory, active.trajectory_id)
-            if future.done():  # the agent has left in the meantime
+            if waiting.session.done():  # the agent has left in the meantime
                 self.end(session, "given_up")
             else:
-                future.set_result(session)
+                waiting.session.set_result(session)
             return trajectory
         return None
 

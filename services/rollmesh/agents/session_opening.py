@@ -7,6 +7,7 @@ import time
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_service import OpenAiService
 from rollmesh.agents.openai_errors import OpenAiError, gone, invalid, too_many
+from rollmesh.agents.openai_requests import WantedKind
 from rollmesh.agents.session_manager import is_session_id
 
 _POLL_SECONDS = 1.0
@@ -25,22 +26,24 @@ async def session_of_call(service: OpenAiService, name: str, *, here: bool) -> A
     except OpenAiError as error:
         if not service.config.rollout.agent.open_on_first_call or is_session_id(name) or error.status != 404:
             raise
-    return await open_session(service, _FIRST_CALL_SECONDS, name, here=here)
+    # The agent has a task of its own: the rows of an evaluation are none for it.
+    return await open_session(service, _FIRST_CALL_SECONDS, name, here=here, kind="training")
 
 
 async def open_session(
-    service: OpenAiService, wait_seconds: float, name: str = "", *, here: bool = False
+    service: OpenAiService, wait_seconds: float, name: str = "", *, here: bool = False, kind: WantedKind = "any"
 ) -> AgentSession:
     """Wait for a prompt and return its session; OpenAiError if there is none in time or the run has ended."""
     session_manager = service.agent_parts.session_manager
     deadline = time.monotonic() + wait_seconds
-    with session_manager.opening(name):
+    with session_manager.waiting.opening(name):
         while True:
             if name:
                 await service.check_place(name, here=here)
                 if isinstance(known := session_manager.find(name), AgentSession):
                     return known  # another call has opened it, or its trajectory was taken over
-            session = await session_manager.open(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())), name)
+            seconds = max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))
+            session = await session_manager.waiting.session(seconds, name, kind)
             if session is not None:
                 return session
             if await service.complete():

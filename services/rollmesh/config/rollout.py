@@ -21,13 +21,13 @@ class AgentConfig(Section):
     ``contexts: free``, since the agent does not see the prompt. false: only POST /v1/sessions opens one."""
     function: str | None = None
     """``module:function`` of ``async def rollout(client, row) -> reward``: the agents service runs it on every prompt,
-    with an OpenAI client whose calls are recorded in its session; ``verifiers``: an environment server of verifiers
-    makes the rollouts (docs/environments.md); null: agents come from outside."""
+    those of evaluations included, with an OpenAI client whose calls are recorded in its session; ``verifiers``: an
+    environment server of verifiers makes the rollouts (docs/environments.md); null: agents come from outside."""
     function_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function; those of verifiers are ``address`` and ``silent_seconds``."""
     idle_timeout_seconds: float = Field(default=600.0, gt=0)
     """Time after which a session without a call expires: its prompt waits for another session, and its tokens are
-    dropped and counted."""
+    dropped and counted. An evaluation whose sessions no agent takes for this time ends without a score."""
 
     @model_validator(mode="after")
     def _opened_without_a_prompt(self) -> AgentConfig:
@@ -136,4 +136,4 @@ class EvalConfig(Section):
     seed: int = 20_000_000
     """Seed of the evaluation prompts and of their sampling noise (engine torch)."""
     before_and_after: bool = True
-    """Evaluate the initial and the final policy on an idle mesh."""
+    """Evaluate the initial and the final policy on an idle mesh. Default false with rollout.program=agent."""

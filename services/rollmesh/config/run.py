@@ -79,7 +79,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_have_defaults_of_others(cls, data: Any) -> Any:
-        """Fill in the defaults of an engine, of adapters, and of outside agents, which the mesh cannot evaluate."""
+        """Fill in the defaults of an engine, of adapters, and of agents, whose evaluations may need a client."""
         names = ("model", "generator", "rollout", "evaluation")
         sections = {name: data.get(name) or {} for name in names} if isinstance(data, dict) else {}
         if not sections or not all(isinstance(section, dict) for section in sections.values()):
@@ -138,13 +138,7 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _algorithm_problems(config: RunConfig) -> Iterator[str]:
-    algorithm, evaluation = config.trainer.algorithm, config.evaluation
-    if config.rollout.program == "agent" and (evaluation.before_and_after or evaluation.every_versions > 0):
-        yield (
-            f"evaluation.before_and_after={evaluation.before_and_after}, evaluation.every_versions="
-            f"{evaluation.every_versions}: with rollout.program=agent the mesh cannot run the agent; set "
-            "false and 0, and evaluate the agent through the agents service with the model RUN@VERSION"
-        )
+    algorithm = config.trainer.algorithm
     if config.schedule.group_size < 2 and algorithm.advantage_method.compares == "group":
         yield (
             f"schedule.group_size={config.schedule.group_size}: {algorithm.advantage} compares the "

@@ -26,13 +26,11 @@ from rollmesh.launcher.local_mesh import OFTEN_SECONDS, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.report.model_export import published_record
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.store.evaluation_requests import due_versions, evaluation_floor, evaluation_request
+from rollmesh.store.evaluation_requests import due_at_end, evaluation_request
 from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer
 from rollmesh.types import PolicyRecord
 
-WITHOUT_TRAINER = ("generator", "reward", "rollout")
-"""Services that an evaluation needs."""
 _PARQUET = (".parquet", ".pq")
 
 
@@ -67,10 +65,8 @@ async def finish_evaluations(mesh: LocalMesh) -> None:
     """Pause the run and wait for every evaluation that is due or requested."""
     waiting_for = "evaluations in progress"
     newest = await mesh.answer(mesh.latest_version, waiting_for)
-    every = mesh.config.evaluation.every_versions
     # The leader requests each of them, but may not have seen the last version yet.
-    after = evaluation_floor(every, newest, mesh.config.checkpoints.keep_last)
-    for version in due_versions(every, after, newest):
+    for version in due_at_end(mesh.config.evaluation, newest, mesh.config.checkpoints.keep_last):
         request = evaluation_request(mesh.config.evaluation, version)
         await mesh.answer(partial(mesh.store.evaluations.request, request), waiting_for)
 
@@ -88,7 +84,7 @@ async def evaluate_run(
 ) -> Evaluation:
     """Evaluate ``policy_version`` (None: the newest) of a stopped run; start its services for the evaluation.
 
-    Raises ConfigError for a run of outside agents, while a launcher holds the folder or workers run without one
+    Raises ConfigError for agents outside of the mesh, while a launcher holds the folder or workers run without one
     (``evaluation.every_versions`` evaluates during a run), when the version was never published or is pruned, when no
     generator is wanted, or when rollouts of a killed run cannot end before a trainer starts.
     """
@@ -101,17 +97,23 @@ async def evaluate_run(
             await _check_generators(mesh)
             await _check_recovery(mesh, version)
             await mesh.pause(True)
-            async with mesh.services(WITHOUT_TRAINER):
+            async with mesh.services(_services_of(config)):
                 await mesh.until_serving()
                 return await evaluate_version(mesh, version)
 
 
+def _services_of(config: RunConfig) -> tuple[str, ...]:
+    """Return the services that an evaluation needs: no trainer, and the agents service only to run an agent."""
+    agents = ("agents",) if config.rollout.program == "agent" else ()
+    return ("generator", "reward", "rollout", *agents)
+
+
 def refuse_agents(config: RunConfig) -> None:
-    """Raise ConfigError for a run of outside agents."""
-    if config.rollout.program == "agent":
+    """Raise ConfigError for a run whose agents do not come from the mesh itself."""
+    if config.rollout.program == "agent" and config.rollout.agent.function is None:
         raise ConfigError(
-            "rollout.program=agent: the mesh cannot run the agent; evaluate it through the agents service with the "
-            f"model {config.name}@VERSION"
+            "rollout.program=agent without rollout.agent.function: the agents are not part of the mesh; evaluate them "
+            "in a run, with evaluation.every_versions or evaluation.before_and_after"
         )
 
 
@@ -185,7 +187,7 @@ async def evaluate_beside(
         with locked_run_folder(config) as folder:
             async with local_mesh(config, folder, shutdown, console) as mesh:
                 await _announce(mesh, record)
-                async with mesh.services(WITHOUT_TRAINER):
+                async with mesh.services(_services_of(config)):
                     await mesh.until_serving()
                     return await evaluate_version(mesh, record.policy_version)
 
@@ -222,7 +224,8 @@ def _config_beside(run: RunFolder, scratch: Path, overrides: Sequence[str]) -> R
     store = StoreConfig(
         heartbeat_seconds=own.store.heartbeat_seconds, session_ttl_seconds=own.store.session_ttl_seconds
     )
-    return config.model_copy(update={"checkpoints": place, "store": store})
+    agents = config.agents.model_copy(update={"port": 0})  # the run in progress has its own
+    return config.model_copy(update={"checkpoints": place, "store": store, "agents": agents})
 
 
 def _try_prompts(config: RunConfig) -> None:

@@ -30,13 +30,13 @@ from rollmesh.launcher.service_specs import (
 from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.mesh import WaitReason
-from rollmesh.rollout.run_failures import refused_by_all
 from rollmesh.runtime.endpoints import AdminClient, ServiceStates, read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store.trajectory_store import begin_run
+from rollmesh.worker.routing import refused_by_all
 
 T = TypeVar("T")
 

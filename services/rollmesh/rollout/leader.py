@@ -13,9 +13,9 @@ from collections.abc import Callable
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired, MeshView, WasteReason
-from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
 from rollmesh.rollout.evidence import PoolEvidence, StartRanking
-from rollmesh.rollout.prompt_supply import OpenPrompts, PromptDraws, check_content, open_prompts
+from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
+from rollmesh.rollout.prompt_supply import OpenPrompts, PromptDraws, open_prompts
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.round_decisions import RoundDecisions
 from rollmesh.rollout.run_failures import RefusedPolicies, commonest_reason
@@ -236,8 +236,8 @@ class MeshLeader:
             return
         assert self._prompts is not None
         try:
-            await check_content(self._store, "model.path", self._tokenizer)
-            await check_content(self._store, "data.source", self._prompts.content, self._prompts.epoch_size)
+            await self._store.leadership.check_content("model.path", self._tokenizer)
+            await self._store.leadership.check_content("data.source", self._prompts.content, self._prompts.epoch_size)
         except DataError as error:
             self._failed = str(error)
         self._files_checked = True

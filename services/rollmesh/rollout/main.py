@@ -11,9 +11,8 @@ from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.curriculum.samplers import load_sampler
-from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
-from rollmesh.rollout.evaluator import Evaluator
 from rollmesh.rollout.leader import MeshLeader
+from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
 from rollmesh.rollout.prompt_supply import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.rollout.run_failures import RefusedPolicies
@@ -29,14 +28,15 @@ from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.trajectory_store import open_service_store
 from rollmesh.tasks.environments.environment_protocol import environment_factory
-from rollmesh.tasks.sources.derived import AgentPrompts, RepeatedPrompts
-from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowSource, build_prompt_source
+from rollmesh.tasks.sources.derived import RepeatedPrompts, run_prompts
+from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowSource
 from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.agent_mark import OutsideProgram
 from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.environment_program import EnvironmentProgram
+from rollmesh.worker.evaluator import Evaluator, run_evaluator
 from rollmesh.worker.program import Program, SingleTurnProgram
 from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_session import WorkerSession
@@ -51,7 +51,7 @@ class Replica:
     _session: WorkerSession
     _worker: Worker
     _leader: MeshLeader
-    _evaluator: Evaluator
+    _evaluator: Evaluator | None
     _health: Health
 
     async def run(self, shutdown: Shutdown) -> None:
@@ -61,17 +61,18 @@ class Replica:
         heartbeat = asyncio.create_task(
             self._session.keep_alive(lambda: self._health.beat("heartbeat")), name="heartbeat"
         )
-        evaluating = asyncio.create_task(self._evaluator.run(), name="evaluator")
+        evaluating = [] if self._evaluator is None else [asyncio.create_task(self._evaluator.run(), name="evaluator")]
         loops = [
             asyncio.create_task(self._worker.run(shutdown), name="worker"),
             asyncio.create_task(self._leader.run(shutdown), name="leader"),
         ]
         try:
-            await asyncio.wait([heartbeat, evaluating, *loops], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([heartbeat, *evaluating, *loops], return_when=asyncio.FIRST_COMPLETED)
         finally:
             shutdown.set()
-            evaluating.cancel()
-            ended = await asyncio.gather(*loops, evaluating, return_exceptions=True)
+            for task in evaluating:
+                task.cancel()
+            ended = await asyncio.gather(*loops, *evaluating, return_exceptions=True)
             ended += await cancel_and_wait(heartbeat)
             self._health.unwatch("heartbeat")
             await self._session.close()
@@ -118,7 +119,7 @@ async def open_replica(
     sampler = load_sampler(config.curriculum)
 
     def open_prompts(on_checked: OnChecked) -> PromptSource:
-        source = _prompts(config, tokenizer, on_checked)
+        source = run_prompts(config, tokenizer, "train", on_checked)
         return source if sampler else RepeatedPrompts(source, schedule.prompt_repeats)
 
     def open_draws(source: PromptSource) -> PromptDraws:
@@ -140,25 +141,9 @@ async def open_replica(
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
         rounds=RoundRules.from_config(config, group_size=schedule.group_size, spare_members=schedule.spare_members),
     )
-    evaluator = Evaluator(
-        deps,
-        config.evaluation,
-        budget=config.rollout.max_new_tokens,
-        stop_token_ids=tokenizer.eos_token_ids,
-        open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
-        section="data.source" if config.data.evaluation_source is None else "data.evaluation_source",
-        unserved_seconds=config.launcher.start_timeout_seconds,
-        metrics=metrics,
-    )
+    # The agents service evaluates agents: they have their sessions there.
+    evaluator = None if config.rollout.program == "agent" else run_evaluator(config, deps, tokenizer)
     return Replica(deps.session, worker, leader, evaluator, health)
-
-
-def _prompts(config: RunConfig, tokenizer: Tokenizer, on_checked: OnChecked) -> RowSource:
-    is_agent = config.rollout.program == "agent"
-    source = build_prompt_source(config.data, tokenizer, config.seed, keep_messages=is_agent, on_checked=on_checked)
-    if not is_agent:
-        return source
-    return AgentPrompts(source, tokenizer, config.rollout.agent.contexts)
 
 
 def _program(config: RunConfig, tokenizer: Tokenizer, metrics: RolloutMetrics) -> Program:

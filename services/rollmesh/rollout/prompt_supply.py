@@ -9,11 +9,9 @@ from collections.abc import Callable
 
 from rollmesh.curriculum.prompt_tables import Draw, HistoryTable, prompt_table
 from rollmesh.curriculum.samplers import PromptSampler
-from rollmesh.errors import DataError
 from rollmesh.mesh import Cursor
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
-from rollmesh.store import TrajectoryStore
 from rollmesh.store.prompt_records import PromptRecords
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowSource
 from rollmesh.types import Prompt
@@ -22,19 +20,6 @@ OpenPrompts = Callable[[OnChecked], PromptSource]
 
 _BEAT_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
-
-
-async def check_content(store: TrajectoryStore, setting: str, content: str, epoch_size: int | None = None) -> None:
-    """Record the files behind a setting, as digests, with the run; raises DataError if the run has used others.
-
-    Its progress is a position in the order of rows, its audit counts them, and its evaluations are compared.
-    """
-    began = await store.leadership.record_content(setting, content, epoch_size)
-    if began != content:
-        raise DataError(
-            f"{setting}: the files have changed since the run began: {began} then, {content} now (digests); restore "
-            "them, or start another run in another folder"
-        )
 
 
 class _Stopped(Exception):

@@ -9,18 +9,12 @@ from collections.abc import Sequence
 from rollmesh.errors import PoliciesRefused
 from rollmesh.store.drop_ledger import DeadLetters
 from rollmesh.types import GeneratorRecord
+from rollmesh.worker.routing import refused_by_all
 
 _NEWEST = 200
 _MOST_CHARACTERS = 400
 _VARIABLE = re.compile(r"\b[0-9a-f]{8,}\b|\d+")
 """Ids and numbers, in which equal reasons differ."""
-
-
-def refused_by_all(newest_version: int, generators: Sequence[GeneratorRecord]) -> GeneratorRecord | None:
-    """Return the generator with the fewest refusals in a row if all refuse the newest version, else None."""
-    if not generators or any(g.refused_version != newest_version for g in generators):
-        return None
-    return min(generators, key=lambda g: g.refused_count)
 
 
 class RefusedPolicies:

@@ -36,6 +36,12 @@ def evaluation_floor(every_versions: int, newest: int, keep_last: int) -> int:
     return max(0, newest - min(every_versions, keep_last))
 
 
+def due_at_end(config: EvalConfig, newest: int, keep_last: int) -> range:
+    """Return the versions, up to the newest, whose evaluations by interval may be missing when the run ends."""
+    every = config.every_versions
+    return due_versions(every, evaluation_floor(every, newest, keep_last), newest)
+
+
 class Evaluations(QueuePart):
     """Requests, claims and results of evaluations."""
 

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rollmesh.errors import DataError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.limits import Limits, QueuePart
@@ -87,6 +88,18 @@ class Leadership(QueuePart):
         size = "" if epoch_size is None else epoch_size
         recorded: bytes = await self._connection.run("record_content", setting, content, size)
         return recorded.decode()
+
+    async def check_content(self, setting: str, content: str, epoch_size: int | None = None) -> None:
+        """Record the files behind a setting, as digests, with the run; raises DataError if the run has used others.
+
+        Its progress is a position in the order of rows, its audit counts them, and its evaluations are compared.
+        """
+        began = await self.record_content(setting, content, epoch_size)
+        if began != content:
+            raise DataError(
+                f"{setting}: the files have changed since the run began: {began} then, {content} now (digests); "
+                "restore them, or start another run in another folder"
+            )
 
     async def epoch_size(self) -> int:
         """Return the recorded number of prompts in one epoch; 0 before there is one."""

@@ -33,6 +33,10 @@ class Sessions(QueuePart):
         reply = await self._connection.run("find_agent", id_or_name)
         return AgentPlace(address=reply[0].decode(), lives=bool(reply[1])) if reply else None
 
+    async def place_agent(self, session: str, agent: str) -> None:
+        """Name this worker's process as the one that has an agent's session without a lease, of an evaluation."""
+        await self._connection.run("place_agent", session, agent)
+
     async def heartbeat(self, session: str) -> str:
         """Renew a session; raises SessionLost when it is closed or was reaped.
 

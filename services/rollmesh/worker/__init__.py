@@ -1,4 +1,4 @@
-"""Worker of leased trajectories: session with the queue, saves, generation calls, rollout programs and scoring.
+"""Worker of leased trajectories: queue session, saves, generation calls, rollout programs, scoring, evaluations.
 
 Every process that leases trajectories uses it: the rollout workers and the agents service.
 

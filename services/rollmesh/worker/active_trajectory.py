@@ -237,6 +237,11 @@ class ActiveTrajectory:
         """True while the trajectory should continue."""
         return self.park_reason is None and not self._lost
 
+    @property
+    def lost(self) -> str:
+        """Reason for the loss of the lease; empty while this worker holds it."""
+        return self._lost
+
     def check_lost(self) -> None:
         """Raise LetGo if the lease is lost: the only reason to end a call in progress."""
         if self._lost:

@@ -6,11 +6,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollmesh.errors import RollmeshError
 from rollmesh.types import FinishReason, RewardOutcome, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller
 
 TrajectoryWrite = Callable[[ActiveTrajectory], Awaitable[None]]
+
+
+class NobodyAnswers(RollmeshError):
+    """Signal that no agent comes for the trajectories of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +79,8 @@ class Program(Protocol):
     async def run(self, rollout: RolloutContext) -> RolloutResult:
         """Continue the trajectory to its end.
 
-        Raises Parked if it must become partial, LetGo if its lease is lost, DataError if it can never work.
+        Raises Parked if it must become partial, LetGo if its lease is lost, DataError if it can never work, and in an
+        evaluation NobodyAnswers if the whole evaluation cannot go on.
         """
 
     async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:

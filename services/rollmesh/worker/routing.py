@@ -52,6 +52,13 @@ def choose_pinned(records: Sequence[GeneratorRecord], version: int, current: str
     return min((r for r in records if r.serving), key=cost, default=None)
 
 
+def refused_by_all(newest_version: int, generators: Sequence[GeneratorRecord]) -> GeneratorRecord | None:
+    """Return the generator with the fewest refusals in a row if all refuse the newest version, else None."""
+    if not generators or any(g.refused_version != newest_version for g in generators):
+        return None
+    return min(generators, key=lambda g: g.refused_count)
+
+
 class Candidates:
     """Registered generators and this worker's own calls on them, ordered by load.
 

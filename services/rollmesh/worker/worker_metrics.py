@@ -59,6 +59,7 @@ class WorkerMetrics:
         self._count_calls(metrics)
         self._count_ends(metrics)
         self._count_work(metrics)
+        self._count_evaluations(metrics)
 
     def _count_calls(self, metrics: Metrics) -> None:
         self._tokens = metrics.counter(
@@ -71,9 +72,6 @@ class WorkerMetrics:
         )
         self._fruitless = metrics.counter(
             "rollmesh_rollout_calls_fruitless_total", "Generation calls that failed without a token."
-        )
-        self.evaluation_tokens = metrics.counter(
-            "rollmesh_rollout_evaluation_tokens_total", "Tokens sampled for evaluations."
         )
 
     def _count_ends(self, metrics: Metrics) -> None:
@@ -132,6 +130,24 @@ class WorkerMetrics:
         )
         self.generators_avoided = metrics.gauge(
             "rollmesh_rollout_generators_avoided", "Generators that this worker avoids after an error."
+        )
+
+    def _count_evaluations(self, metrics: Metrics) -> None:
+        self.evaluation_tokens = metrics.counter(
+            "rollmesh_rollout_evaluation_tokens_total", "Tokens sampled for evaluations."
+        )
+        self.evaluations_started = metrics.counter(
+            "rollmesh_rollout_evaluations_started_total", "Evaluations claimed by this replica."
+        )
+        self.evaluations = metrics.counter(
+            "rollmesh_rollout_evaluations_total", "Evaluations finished by this replica."
+        )
+        self.evaluations_given_up = metrics.counter(
+            "rollmesh_rollout_evaluations_given_up_total",
+            "Evaluations finished without a score: no generator served their version, or no agent came.",
+        )
+        self.last_evaluation = metrics.gauge(
+            "rollmesh_rollout_last_evaluation_timestamp_seconds", "Time of the last evaluation of this replica."
         )
 
     def sampled(self, count: int, age: int) -> None:

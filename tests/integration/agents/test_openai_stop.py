@@ -37,7 +37,7 @@ async def test_calls_under_way_are_told_that_the_service_stops(
         await mesh.until("tokens of both", both_have_tokens)
         await mesh.store.settings.set_user_paused(True)
         waiting = asyncio.create_task(http.post("/sessions", json={"wait_seconds": 60}))
-        await mesh.until("an agent that waits", lambda: api.service.agents.session_manager.wanted())  # type: ignore[union-attr]
+        await mesh.until("an agent that waits", lambda: api.service.agents.session_manager.waiting.wanted())  # type: ignore[union-attr]
         with caplog.at_level(logging.INFO, logger="uvicorn.error"):
             api.shutdown.set()
             errors = await asyncio.gather(*calls, return_exceptions=True)

@@ -122,7 +122,7 @@ async def test_one_session_has_a_name_that_two_replicas_open_at_once(make_mesh: 
         clients = [await stack.enter_async_context(api.client(max_retries=30)) for api in (first, second)]
         calls = [asyncio.create_task(client.chat.completions.create(**call)) for client in clients]
         managers = [api.service.agent_parts.session_manager for api in (first, second)]
-        await mesh.until("both wait for a prompt", lambda: all(manager.wanted() for manager in managers))
+        await mesh.until("both wait for a prompt", lambda: all(manager.waiting.wanted() for manager in managers))
         await mesh.store.settings.set_user_paused(False)
         answers = await asyncio.gather(*calls)
         assert len({answer.model_extra["rollmesh"]["session"] for answer in answers}) == 1

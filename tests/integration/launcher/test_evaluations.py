@@ -72,7 +72,7 @@ def run(tmp_path: Path) -> Path:
         (["--set", "evaluation.prompt_count=none"], "evaluation.prompt_count"),
         (["--set", "evaluation.nosuch=1"], "evaluation.nosuch"),
         (["--set", "data.evaluation_source={type: jsonl, path: absent.jsonl}"], "absent.jsonl"),
-        (["--set", "rollout.program=agent"], "cannot run the agent"),
+        (["--set", "rollout.program=agent"], "rollout.agent.function"),
         (["--set", "evaluation.seed=1", "--version", "3"], "--version 3: not in the checkpoints, which keep"),
         (["--data", "{other}"], "question"),
     ],

@@ -255,5 +255,5 @@ def test_a_run_of_outside_agents_is_not_evaluated(folder: Path) -> None:
     write_run_config(RunConfig.model_validate(values), folder / "config.yaml")
     done = CliRunner().invoke(app, ["eval", str(folder)])
     assert done.exit_code == 2
-    assert "rollout.program=agent: the mesh cannot run the agent" in done.stderr
-    assert "outage@VERSION" in done.stderr
+    assert "rollout.program=agent without rollout.agent.function: the agents are not part of the mesh" in done.stderr
+    assert "evaluation.every_versions" in done.stderr

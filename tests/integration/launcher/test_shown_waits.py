@@ -18,11 +18,11 @@ from rollmesh.cli.main import app
 from rollmesh.config import RunConfig, write_run_config
 from rollmesh.launcher.local_mesh import local_mesh
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.rollout.evaluation_pins import Pin
 from rollmesh.runtime.health import Waits
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.store.evaluation_requests import evaluation_request
+from rollmesh.worker.evaluation_pin import Pin
 from rollmesh.worker.generator_pool import GeneratorPool
 
 from .test_launcher_outages import announce, config

@@ -12,10 +12,9 @@ from rollmesh.config.rollout import EvalConfig, RewardConfig
 from rollmesh.curriculum.budgets import Budget
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.mesh import RunLimits
-from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
-from rollmesh.rollout.evaluator import Evaluator
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.main import Replica
+from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
 from rollmesh.rollout.prompt_supply import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
@@ -27,6 +26,7 @@ from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 from rollmesh.worker.build import WorkerSettings, worker_deps
+from rollmesh.worker.evaluator import Evaluator
 from rollmesh.worker.generation_calls import CallLimits, SaveLimits
 from rollmesh.worker.program import Program, SingleTurnProgram
 from rollmesh.worker.worker import Worker
@@ -154,7 +154,6 @@ def build(
         open_prompts=lambda: source,
         section="data.source",
         unserved_seconds=unserved_seconds,
-        metrics=metrics,
     )
     return Replica(deps.session, worker, leader, evaluator, health), registry, health, deps.session
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rollmesh.config.rollout import EvalConfig
-from rollmesh.rollout.evaluation_pins import PeriodicEvaluations
+from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
 from rollmesh.store.queue_types import EvalRequest
 from rollmesh.types import Chunk, GenerationCall
 

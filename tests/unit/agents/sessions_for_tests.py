@@ -66,8 +66,8 @@ def rollout_of(
 
 async def opened_session(desk: SessionManager, rollout: RolloutContext) -> tuple[AgentSession, asyncio.Task[Any]]:
     """Open a session and sample into it; returns it and the worker's task."""
-    opened = asyncio.create_task(desk.open(60.0))
-    while not desk.wanted():
+    opened = asyncio.create_task(desk.waiting.session(60.0))
+    while not desk.waiting.wanted():
         await asyncio.sleep(0)
     run = asyncio.create_task(desk.run(rollout))
     session = await opened

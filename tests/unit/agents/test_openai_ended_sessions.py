@@ -25,6 +25,7 @@ from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.agents.session_rewards import Rewards, check_repeated
+from rollmesh.config.rollout import RolloutConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
@@ -47,7 +48,7 @@ async def ended_session(desk: SessionManager, number: int, how: str) -> tuple[st
 
 @pytest.mark.parametrize("how", ["given_up", "idle", "lost"])
 async def test_an_ended_session_releases_its_tokens_and_keeps_ids_and_counts(how: str) -> None:
-    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
     sessions = [await ended_session(desk, number, how) for number in range(5)]
     await asyncio.sleep(0)  # the loop lets go of the last task and its exception
     gc.collect()
@@ -61,19 +62,19 @@ async def test_an_ended_session_releases_its_tokens_and_keeps_ids_and_counts(how
 
 
 async def test_an_agent_whose_lease_is_lost_before_the_first_mark_gets_the_next_trajectory() -> None:
-    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
 
     async def lost(*_: Any) -> None:
         assert not desk.sessions, "a session that nobody has heard of is not counted"
         raise LetGo("the lease is lost")
 
-    opened = asyncio.create_task(desk.open(60.0))
-    while not desk.wanted():
+    opened = asyncio.create_task(desk.waiting.session(60.0))
+    while not desk.waiting.wanted():
         await asyncio.sleep(0)
-    desk.work_due.clear()
+    desk.waiting.work_due.clear()
     with pytest.raises(LetGo):
         await desk.run(rollout_of(held_trajectory(0), keep_snapshot=lost))
-    assert (desk.wanted(), desk.work_due.is_set(), desk.sessions) == (1, True, [])
+    assert (desk.waiting.wanted(), desk.waiting.work_due.is_set(), desk.sessions) == (1, True, [])
     # The next lease of the same trajectory waits for no agent, and serves the one that waits.
     run = asyncio.create_task(desk.run(rollout_of(held_trajectory(0))))
     session = await opened
@@ -84,7 +85,7 @@ async def test_an_agent_whose_lease_is_lost_before_the_first_mark_gets_the_next_
 
 
 async def test_a_reward_for_a_session_that_ended_without_one_is_refused() -> None:
-    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
     session_id, _ = await ended_session(desk, 0, "idle")
     found = desk.find(session_id)
     assert isinstance(found, EndedSession)
@@ -101,8 +102,24 @@ async def silent_for_long(session: AgentSession) -> None:
         await asyncio.sleep(0)
 
 
+async def test_a_call_whose_lease_is_lost_before_it_samples_ends_at_once() -> None:
+    held = held_trajectory(0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
+    session, run = await opened_session(desk, rollout_of(held))
+    trajectory = session.newest
+    trajectory.busy = True
+    held.lose("another worker has leased it")
+    with pytest.raises(OpenAiError, match="another worker has leased it"):
+        await asyncio.wait_for(trajectory.wait_ready(time.monotonic() + 3600.0), 60)
+    trajectory.busy = False
+    trajectory.notify()
+    with pytest.raises(LetGo):
+        await run
+    assert session.ended == "lost"
+
+
 async def test_a_session_is_not_idle_while_a_call_holds_it() -> None:
-    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
     session, run = await opened_session(desk, rollout_of(held_trajectory(0)))
     async with session.lock:  # as a call of another trajectory holds it, or one that waits for a lease
         await silent_for_long(session)
@@ -119,7 +136,7 @@ async def test_a_session_is_not_idle_while_a_call_holds_it() -> None:
 
 async def test_the_idle_time_counts_from_the_end_of_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_rewards, "_LEASE_WAIT_SECONDS", 0.1)
-    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
     held = held_trajectory(0)
     session, run = await opened_session(desk, rollout_of(held))
     held.park(ReleaseReason.PAUSED)
@@ -144,7 +161,7 @@ async def test_a_session_given_up_before_its_reward_is_stored_is_not_trained() -
             saving.set()
             await saved.wait()
 
-    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
     held = held_trajectory(0)
     session, run = await opened_session(desk, rollout_of(held, keep_snapshot))
     post = asyncio.create_task(Rewards(desk, 2 * TOKENS, "trajectory").post(session, RewardRequest(reward=1.0)))
@@ -161,7 +178,7 @@ async def test_a_session_given_up_before_its_reward_is_stored_is_not_trained() -
 
 @pytest.mark.parametrize("how", ["given_up", UNWANTED])
 async def test_the_late_end_of_a_trajectory_leaves_a_later_one_with_its_id_to_its_session(how: str) -> None:
-    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
     session, run = await opened_session(desk, rollout_of(held_trajectory(0)))
     other, other_run = await opened_session(desk, rollout_of(held_trajectory(0, 1)))
     # A group that begins again forgets its forks, whose ids may then be given again.
@@ -263,7 +280,7 @@ async def test_the_time_for_room_does_not_run_during_a_pause(
         restarts.append(active.trajectory_id)
 
     metrics = OpenAiMetrics(Metrics("gateway"))
-    desk = SessionManager(metrics, 600.0)
+    desk = SessionManager(metrics, RolloutConfig())
     queue = Queue(desk, statuses)
     monkeypatch.setattr(recorded_calls, "time", SimpleNamespace(monotonic=lambda: queue.now))
     monkeypatch.setattr(recorded_calls, "_POLL_SECONDS", 0.0)
@@ -317,7 +334,7 @@ async def test_a_run_that_needs_nothing_more_says_so_at_once() -> None:
 
 
 async def test_a_team_is_silent_only_when_all_its_sessions_are() -> None:
-    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
     parent, run = await opened_session(desk, rollout_of(held_trajectory(0)))
     sub = desk.add_sub_agent(parent, "e0-0.3")
     assert sub.session_id == f"{parent.session_id}.3"

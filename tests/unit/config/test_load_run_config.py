@@ -299,11 +299,10 @@ def test_a_password_given_by_itself_wins_over_the_one_in_the_url(run_file) -> No
     assert config.store.password.get_secret_value() == "new"
 
 
-def test_a_run_of_outside_agents_is_not_evaluated_by_the_mesh() -> None:
+def test_agents_which_may_come_later_are_evaluated_only_where_the_run_file_says_so() -> None:
     assert not run_config("rollout.program=agent").evaluation.before_and_after
     assert run_config().evaluation.before_and_after
-    with pytest.raises(ConfigError, match=r"evaluation.every_versions=2.*RUN@VERSION"):
-        run_config("rollout.program=agent evaluation.every_versions=2")
+    assert run_config("rollout.program=agent evaluation.before_and_after=true").evaluation.before_and_after
 
 
 def test_a_top_k_of_minus_one_keeps_all_as_on_other_servers() -> None:

@@ -12,11 +12,12 @@ from rollmesh.errors import PoliciesRefused
 from rollmesh.mesh import CachePool, Desired, EngineLoad, MeshView
 from rollmesh.rollout.evidence import engine_load
 from rollmesh.rollout.rollout_metrics import MeshMetrics, unclaimed_staleness
-from rollmesh.rollout.run_failures import RefusedPolicies, refused_by_all
+from rollmesh.rollout.run_failures import RefusedPolicies
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
+from rollmesh.worker.routing import refused_by_all
 
 from ...kit.records import generator_record
 

@@ -12,13 +12,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from rollmesh.config import RunConfig
 from rollmesh.config.data import MixtureSource
 from rollmesh.tasks.sources.rows import MESSAGES
 from rollmesh.tasks.sources.source_protocol import (
+    OnChecked,
     PromptSource,
     RowSource,
     SourceRows,
     SourceSettings,
+    Split,
+    build_prompt_source,
     open_source,
 )
 from rollmesh.text import Tokenizer
@@ -171,6 +175,16 @@ class AgentPrompts:
             return replace(prompt, metadata=metadata)
         metadata[_PLAIN_TEXT] = self._tokenizer.decode(prompt.token_ids)
         return replace(prompt, token_ids=prompt.token_ids[:1], metadata=metadata)
+
+
+def run_prompts(
+    config: RunConfig, tokenizer: Tokenizer, split: Split, on_checked: OnChecked | None = None
+) -> RowSource:
+    """Open the prompts of a run's split, for agents with their tasks; DataError and ConfigError as for every source."""
+    is_agent = config.rollout.program == "agent"
+    seed = config.seed if split == "train" else config.evaluation.seed
+    source = build_prompt_source(config.data, tokenizer, seed, split, keep_messages=is_agent, on_checked=on_checked)
+    return AgentPrompts(source, tokenizer, config.rollout.agent.contexts) if is_agent else source
 
 
 def task_of(prompt: Prompt) -> AgentTask:

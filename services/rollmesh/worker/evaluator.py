@@ -1,7 +1,7 @@
 """Evaluations: a fixed set of prompts answered by one pinned policy version, scored, never trained on.
 
 Their trajectories bypass admission and the pool, and the mesh's trajectory counts exclude them. During an evaluation a
-generator is pinned to the requested version (``evaluation_pins``); an answer counts only if this version sampled every
+generator is pinned to the requested version (``evaluation_pin``); an answer counts only if this version sampled every
 token. If no generator serves the version (its weights are pruned or refused), the evaluation ends without a score, so
 that the run does not wait for it.
 """
@@ -15,19 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from rollmesh.config import RunConfig
 from rollmesh.config.rollout import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
-from rollmesh.rollout.evaluation_pins import Pin
-from rollmesh.rollout.prompt_supply import check_content
-from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait, cancelled_awaits_as_errors
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore, EvalRequest, EvalResult
+from rollmesh.tasks.sources.derived import run_prompts
 from rollmesh.tasks.sources.source_protocol import PromptSource
+from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, SamplingParams, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.build import WorkerDeps
-from rollmesh.worker.program import RolloutContext
+from rollmesh.worker.evaluation_pin import Pin
+from rollmesh.worker.program import NobodyAnswers, RolloutContext
 
 _LOOK_SECONDS = 0.5
 
@@ -99,7 +100,6 @@ class Evaluator:
         open_prompts: Callable[[], PromptSource],
         section: str,
         unserved_seconds: float,
-        metrics: RolloutMetrics,
     ) -> None:
         """Create the evaluator of the worker with these ``deps``.
 
@@ -118,7 +118,6 @@ class Evaluator:
         self._open_prompts = open_prompts
         self._section = section
         self._unserved_seconds = unserved_seconds
-        self._metrics = metrics
         self._prompts: PromptSource | None = None
         self._log = get_logger("evaluation")
 
@@ -136,7 +135,7 @@ class Evaluator:
 
     async def _evaluate(self, request: EvalRequest) -> None:
         self._log.info("evaluation_starts", evaluation=request.evaluation_id, policy_version=request.policy_version)
-        self._metrics.evaluations_started.inc()
+        self._deps.metrics.evaluations_started.inc()
         store = self._deps.store
         answers: list[EvaluationAnswer] = []
         pin = Pin(store, self._deps.generators, request, self._deps.health.waits)
@@ -150,8 +149,8 @@ class Evaluator:
             fewer = {REQUESTED_PROMPTS: request.prompt_count, EXISTING_PROMPTS: self._prompts.epoch_size}
         result = summarise(answers, request.policy_version, fewer)
         await store.evaluations.finish(self._deps.session.current, request.evaluation_id, result)
-        self._metrics.evaluations.inc()
-        self._metrics.last_evaluation.set_to_current_time()
+        self._deps.metrics.evaluations.inc()
+        self._deps.metrics.last_evaluation.set_to_current_time()
         self._log.info(
             "evaluation_done",
             policy_version=request.policy_version,
@@ -177,11 +176,14 @@ class Evaluator:
                     self._give_up(request, f"{unserved}: its weights are pruned, or were refused")
                     return []
             return answering.result()
+        except NobodyAnswers as error:
+            self._give_up(request, str(error))
+            return []
         finally:
             await cancel_and_wait(answering)
 
     def _give_up(self, request: EvalRequest, reason: str) -> None:
-        self._metrics.evaluations_given_up.inc()
+        self._deps.metrics.evaluations_given_up.inc()
         self._log.error("evaluation_given_up", policy_version=request.policy_version, message=reason)
 
     def _served(self, policy_version: int) -> bool:
@@ -191,7 +193,7 @@ class Evaluator:
     async def _answers(self, request: EvalRequest, concurrency: int) -> list[EvaluationAnswer]:
         if self._prompts is None:
             prompts = await asyncio.to_thread(self._open_prompts)
-            await check_content(self._deps.store, self._section, prompts.content)
+            await self._deps.store.leadership.check_content(self._section, prompts.content)
             self._prompts = prompts
         count = min(request.prompt_count, self._prompts.epoch_size)
         waiting = [(index, sample) for index in range(count) for sample in range(request.samples_per_prompt)]
@@ -232,7 +234,7 @@ class Evaluator:
             save=_nothing,
             report_first_token=_nothing,
             restart=_restart,
-            keep_snapshot=_nothing,
+            keep_snapshot=self._place_agent,
             pinned_version=request.policy_version,
         )
         try:
@@ -240,7 +242,8 @@ class Evaluator:
                 result = await self._deps.program.run(rollout)
                 trajectory = active.result(result.reason)
                 outcome = (await self._deps.scorer.score(trajectory, result.outcome)).outcome
-        except (StoreUnavailable, SessionLost):
+                active.recorded = True
+        except (StoreUnavailable, SessionLost, NobodyAnswers):
             raise
         except RollmeshError as error:
             self._log.warning("evaluation_answer_failed", prompt=prompt.prompt_id, message=str(error))
@@ -248,6 +251,8 @@ class Evaluator:
         except Exception:  # an error in a user's program fails the answer, not the replica
             self._log.exception("evaluation_answer_failed", prompt=prompt.prompt_id)
             return _failed(index, active)
+        finally:
+            active.close()
         return EvaluationAnswer(
             prompt_index=index,
             reward=outcome.value if outcome.kind is OutcomeKind.SCORED else None,
@@ -257,6 +262,24 @@ class Evaluator:
             domain=prompt.domain,
         )
 
+    async def _place_agent(self, active: ActiveTrajectory, snapshot: bytes, agent: str = "", *name: str) -> None:
+        """Store where an agent's session is; answers and environments of an evaluation are not stored."""
+        if agent:
+            await self._deps.session.call(lambda session: self._deps.store.sessions.place_agent(session, agent))
+
+
+def run_evaluator(config: RunConfig, deps: WorkerDeps, tokenizer: Tokenizer) -> Evaluator:
+    """Return the evaluator of a run, for the process whose worker can run its program."""
+    return Evaluator(
+        deps,
+        config.evaluation,
+        budget=config.rollout.max_new_tokens,
+        stop_token_ids=tokenizer.eos_token_ids,
+        open_prompts=lambda: run_prompts(config, tokenizer, "eval"),
+        section="data.source" if config.data.evaluation_source is None else "data.evaluation_source",
+        unserved_seconds=config.launcher.start_timeout_seconds,
+    )
+
 
 def _failed(prompt_index: int, active: ActiveTrajectory) -> EvaluationAnswer:
     return EvaluationAnswer(
@@ -265,7 +288,7 @@ def _failed(prompt_index: int, active: ActiveTrajectory) -> EvaluationAnswer:
 
 
 async def _nothing(*_: object) -> None:
-    """Save nothing: answers and environments of an evaluation are not stored."""
+    """Save nothing: the answers of an evaluation are not stored."""
 
 
 async def _restart(active: ActiveTrajectory) -> None:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rollmesh.rollout.evaluator import EvaluationAnswer, summarise
+from rollmesh.worker.evaluator import EvaluationAnswer, summarise
 
 
 def answer(reward, prompt=0, version=3, tokens=10, truncated=False, domain=""):

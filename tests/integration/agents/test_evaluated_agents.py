@@ -1,0 +1,231 @@
+"""Evaluations of agents: the program of the run on fixed rows, answered by one pinned version, and never trained."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollmesh.runtime.addresses import free_port
+
+from .agent_client import Agent, http_of, state
+from .agent_mesh import TOKEN, AgentMesh, agents_process
+from .evaluations import request, result_of
+
+EVALUATION = {"kind": "evaluation", "wait_seconds": 90}
+
+
+async def opened(http: httpx.AsyncClient, **wanted: Any) -> dict[str, Any]:
+    answer = await http.post("/sessions", json={**EVALUATION, **wanted})
+    assert answer.status_code == 201, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+async def reward(http: httpx.AsyncClient, session_id: str, value: float) -> None:
+    answer = await http.post(f"/sessions/{session_id}/reward", json={"reward": value})
+    assert answer.status_code == 200, answer.text
+
+
+async def call(http: httpx.AsyncClient, told: dict[str, Any]) -> httpx.Response:
+    body = {"model": told["model"], "messages": told["messages"], "max_tokens": 10}
+    return await http.post("/chat/completions", json=body, headers={"X-Rollmesh-Session": told["id"]})
+
+
+async def reward_after(http: httpx.AsyncClient, told: dict[str, Any]) -> str:
+    """The row of a session that the pinned version has answered."""
+    answer = await call(http, told)
+    assert answer.status_code == 200 and answer.json()["rollmesh"]["policy_versions"] == [0], answer.text
+    await reward(http, told["id"], 1.0)
+    group: str = told["group_id"]
+    return group
+
+
+def most_likely(mesh: AgentMesh, version: int, context: list[int], answer: list[int]) -> list[int]:
+    """The most likely token at each place of an answer, by transformers' own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(Path(mesh.config.folder) / f"model-{version}").eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*context, *answer]])).logits[0]
+    return logits[len(context) - 1 : -1].argmax(-1).tolist()
+
+
+async def test_an_outside_agent_evaluates_the_pinned_version_and_nothing_of_it_is_trained(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 2, "temperature": 0})
+    await mesh.publish()
+    await mesh.serving(1)
+    await request(mesh, 0)
+    async with mesh.api() as api, http_of(api) as http:
+        for value in (1.0, 0.0):
+            told = await opened(http)
+            assert (told["kind"], told["policy_version"]) == ("evaluation", 0)
+            agent = Agent(api, told)
+            for _ in range(2):
+                answer = await agent.turn(max_tokens=12)
+                ids = answer.choices[0].token_ids
+                by_version = [most_likely(mesh, version, answer.prompt_token_ids, ids) for version in (0, 1)]
+                assert by_version[0] == ids != by_version[1]
+            assert [t["policy_versions"] for t in (await state(http, agent.id))["trajectories"]] == [[0]]
+            await reward(http, agent.id, value)
+            assert (await state(http, agent.id))["state"] == "rewarded"
+            await agent.aclose()
+        result = await result_of(mesh, 0)
+        # Two prompts with means 1 and 0: standard deviation sqrt(1/2), divided by sqrt(2).
+        assert (result.mean, result.sample_count, result.discarded_count) == (0.5, 2, 0)
+        assert result.standard_error == pytest.approx(0.5)
+        assert await mesh.store.policies.pinned() is None
+        counts = await mesh.store.mesh.counts()
+        assert counts.trajectories["leased"] == counts.trajectories["scored"] == 0
+        answer = await http.post("/sessions", json={"kind": "evaluation", "wait_seconds": 0})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "no_prompt")
+        told = await opened(http, kind="any")
+        assert (told["kind"], told["policy_version"]) == ("training", None)
+
+
+async def test_an_abandoned_session_of_an_evaluation_is_given_again_as_often_as_the_run_allows(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 2}, rollout={"max_attempts": 2})
+    await request(mesh, 0)
+    given: Counter[str] = Counter()
+    async with mesh.api() as api, http_of(api) as http:
+        for _ in range(3):
+            agent = Agent(api, await opened(http))
+            given[agent.told["group_id"]] += 1
+            await agent.turn()
+            if agent.told["group_id"] == "eval-0":
+                assert (await http.delete(f"/sessions/{agent.id}")).status_code == 204
+            else:
+                await reward(http, agent.id, 1.0)
+            await agent.aclose()
+        result = await result_of(mesh, 0)
+    assert given == {"eval-0": 2, "eval-1": 1}
+    assert (result.mean, result.sample_count, result.discarded_count) == (1.0, 1, 1)
+
+
+async def test_an_evaluation_to_which_no_agent_comes_ends_without_a_score(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 30}, rollout={"agent": {"idle_timeout_seconds": 1.0}})
+    await request(mesh, 0)
+    async with mesh.api() as api:
+        result = await result_of(mesh, 0)
+        assert (result.sample_count, await mesh.store.policies.pinned()) == (0, None)
+        assert api.value("rollmesh_rollout_evaluations_given_up_total") == 1
+
+
+async def test_a_context_that_drifts_continues_in_the_same_session_of_an_evaluation(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 1})
+    await request(mesh, 0)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = Agent(api, await opened(http))
+        first = await agent.turn()
+        agent.messages = agent.messages[:1]
+        again = await agent.turn()
+        assert again.choices[0].token_ids != first.choices[0].token_ids, "another answer to the same question"
+        agent.messages[1]["content"] = "what the agent makes of it"
+        await agent.turn()
+        assert len((await state(http, agent.id))["trajectories"]) == 3
+        await reward(http, agent.id, 0.25)
+        await agent.aclose()
+        result = await result_of(mesh, 0)
+    assert (result.mean, result.sample_count) == (0.25, 1)
+
+
+async def test_a_call_reaches_its_session_of_an_evaluation_through_another_replica(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 1})
+    await request(mesh, 0)
+    async with mesh.api() as one, mesh.api(index=1) as two, http_of(one) as first, http_of(two) as second:
+        clients, told = [first, second], {}
+        while not told:  # only one of them evaluates
+            clients.reverse()
+            answer = await clients[0].post("/sessions", json={**EVALUATION, "wait_seconds": 0})
+            told = answer.json() if answer.status_code == 201 else {}
+        await reward_after(clients[1], told)
+        assert (await result_of(mesh, 0)).mean == 1.0
+
+
+async def test_agents_are_needed_until_the_last_version_is_evaluated(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(
+        evaluation={"prompt_count": 1, "every_versions": 1},
+        trainer={"train_steps": 1},
+        schedule={"groups_per_batch": 1},
+    )
+    told_codes: Counter[str] = Counter()
+    async with mesh.api() as api, http_of(api) as http:
+
+        async def worked() -> bool:
+            """What an agent does that takes whatever comes; True once it may leave."""
+            answer = await http.post("/sessions", json={"wait_seconds": 0})
+            if answer.status_code == 201:
+                told = answer.json()
+                told_codes[told["kind"]] += 1
+                answer = await call(http, told)
+                assert answer.status_code in (200, 410), answer.text
+                value = told_codes["training"] % 2  # 410 where the last cut has dropped the session
+                await http.post(f"/sessions/{told['id']}/reward", json={"reward": value})
+                return False
+            told_codes[answer.json()["error"]["code"]] += 1
+            return bool(told_codes["run_complete"])
+
+        while told_codes["training"] < 2:
+            await worked()
+        await mesh.batch(1)
+        assert not await worked(), "the last policy is not announced"
+        await mesh.publish()
+        await mesh.until("the end of the run", worked)
+        assert (await result_of(mesh, 1)).sample_count == told_codes["evaluation"] == 1
+
+
+async def test_an_evaluation_whose_service_is_killed_begins_again_with_the_next_one(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(
+        evaluation={"prompt_count": 2}, generator={"pace": [[1, 0.02]]}, store={"session_ttl_seconds": 5.0}
+    )
+    port = free_port()
+    await mesh.publish()
+    await mesh.serving(1)
+    await request(mesh, 0)
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}/v1",
+        headers={"Authorization": f"Bearer {TOKEN}"},
+        trust_env=False,
+        timeout=120,
+    ) as http:
+        async with agents_process(mesh, port) as first:
+            await reward_after(http, await opened(http))
+            told = await opened(http)
+            async with http.stream(
+                "POST",
+                "/chat/completions",
+                json={"model": told["model"], "messages": told["messages"], "max_tokens": 200, "stream": True},
+                headers={"X-Rollmesh-Session": told["id"]},
+            ) as answer:
+                await anext(answer.aiter_lines())
+                first.send_signal(signal.SIGKILL)
+            assert first.wait(60) == -signal.SIGKILL
+        async with agents_process(mesh, port):
+            rows: set[str] = set()
+
+            async def worked() -> bool:
+                """What an agent does until the evaluation is over: a process that stalls may begin it once more."""
+                answer = await http.post("/sessions", json={**EVALUATION, "wait_seconds": 1})
+                if answer.status_code == 201:
+                    rows.add(await reward_after(http, answer.json()))
+                return any(record.result for record in await mesh.store.evaluations.all())
+
+            await mesh.until("the evaluation", worked)
+            result = await result_of(mesh, 0)
+    assert rows == {"eval-0", "eval-1"}
+    assert (result.mean, result.sample_count, result.discarded_count) == (1.0, 2, 0)
