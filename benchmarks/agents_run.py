@@ -7,6 +7,7 @@ token that follows it, and the layers, which compute as others do, add nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -31,6 +32,7 @@ from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer as RunTokenizer
@@ -70,13 +72,14 @@ class AgentsRun:
 
 @asynccontextmanager
 async def agents_run(folder: Path, *, sessions: int, at_once: int) -> AsyncIterator[AgentsRun]:
-    """Start a run that admits this number of sessions in all and ``at_once``; nothing is trained."""
+    """Start a run for this number of sessions in all and ``at_once``; batches are consumed, and no policy changes."""
     async with AsyncExitStack() as stack:
         server = stack.enter_context(running_redis(folder / "redis", 2048))
         await asyncio.to_thread(write_policy, folder / "model")
         config = _write_run_file(folder, server.url, sessions, at_once)
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
-        await _publish(config, store)
+        trainer = await _publish(config, store)
+        stack.push_async_callback(cancel_and_wait, asyncio.create_task(_consume(store, trainer)))
         processes = [_start(folder, name) for name in ("generator", "rollout", "agents")]
         for process in processes:
             stack.push_async_callback(asyncio.to_thread, process.wait)
@@ -185,7 +188,7 @@ def _write_run_file(folder: Path, url: str, sessions: int, at_once: int) -> RunC
         },
         "agents": {"renderer": "qwen3"},
         "reward": {"verifier": "exact"},
-        # Nothing is trained: every group is admitted beside all before it.
+        # All versions are the first one: no group is too old.
         "schedule": {
             "groups_per_batch": batch,
             "group_size": 2,
@@ -201,7 +204,17 @@ def _write_run_file(folder: Path, url: str, sessions: int, at_once: int) -> RunC
     return write_run_file(folder / "run.yaml", data)
 
 
-async def _publish(config: RunConfig, store: TrajectoryStore) -> None:
+async def _consume(store: TrajectoryStore, trainer: str) -> None:
+    """Take every batch as a trainer does, and announce no version for it."""
+    for step in itertools.count(1):
+        while await store.training.claim(trainer, step, 10.0) is None:
+            continue
+        await store.training.confirm_batch_file(trainer, step, "00")
+        await store.training.report_trained(trainer, step)
+
+
+async def _publish(config: RunConfig, store: TrajectoryStore) -> str:
+    """Publish the policy and return the trainer's session."""
     await store.limits.init_run(run_limits(config))
     session = await store.training.open_session("bench")
     write, score = await asyncio.to_thread(PublishedModel(Path(config.model.path)).policy, 0)
@@ -215,3 +228,4 @@ async def _publish(config: RunConfig, store: TrajectoryStore) -> None:
         canary=score(),
     )
     await store.policies.announce(session, record)
+    return session

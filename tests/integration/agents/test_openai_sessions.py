@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,10 @@ async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_me
             contexts = [a.model_extra["prompt_token_ids"] for a in answers]
             for before, ids, after in zip(contexts, sampled[agent.id], contexts[1:], strict=False):
                 assert after[: len(before) + len(ids)] == before + ids, "no token of the context is written anew"
+            for before, after in pairwise(answer.usage for answer in answers):
+                assert after.prompt_tokens_details.cached_tokens >= before.total_tokens - 1
             assert answers[0].model_extra["rollmesh"]["session"] == agent.id
+        assert api.value("rollmesh_agents_cached_tokens_total", recorded="yes") > 0
         # Calls without the header are nobody's.
         async with api.client() as stranger:
             await stranger.chat.completions.create(model=mesh.config.name, messages=TASKS[0], max_tokens=5)

@@ -153,11 +153,12 @@ class KvCache:
     def keep(self, slot: int, policy_version: int, ids: Int32Array) -> None:
         """Keep the positions of ``ids`` of a slot if the blocks leave room, instead of the prefix that they continue.
 
-        For that, blocks of which three quarters are unused shrink.
+        Blocks of which half is unused shrink before an older prefix is evicted.
         """
         for tier in self.tiers:
-            if self.allocated + len(ids) > self.token_capacity and tier.row_capacity >= 4 * max(1, len(tier.slots)):
-                self._resize(tier, 2 * len(tier.slots))
+            lacking = self.allocated + self.prefixes.kept_tokens + len(ids) > self.token_capacity
+            if lacking and tier.row_capacity >= 2 * max(1, len(tier.slots)):
+                self._resize(tier, len(tier.slots) + len(tier.slots) // 4)
         before, common = self.prefixes.longest(policy_version, ids)
         if before is not None and before.kept is not None and common == len(before.token_ids):
             self.prefixes.remove(before)
@@ -248,7 +249,9 @@ class KvCache:
             for other in others:
                 if other.row_capacity > len(other.slots):
                     self._resize(other, len(other.slots))
-        wanted = max(rows, min(max(2 * tier.row_capacity, 4), free() // tier.width))
+        # Rows to spare, so that a block does not move for every row, evict few prefixes.
+        wanted = min(max(2 * tier.row_capacity, 4), (free() - self.prefixes.kept_tokens) // tier.width)
+        wanted = max(rows, wanted, min(rows + rows // 8, free() // tier.width))
         self.prefixes.evict(free() - wanted * tier.width)
         self._resize(tier, wanted)
 
