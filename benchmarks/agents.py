@@ -11,10 +11,10 @@ Memory is that of the service's process while 10,000 sessions of one call each c
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def _cached_share(service: list[Played]) -> Measure:
     """Compare what later turns found with what their session had left: all but the last token of its answer."""
     found = possible = 0
     for own in (own for played in service for own in played):
-        for before, turn in pairwise(own):
+        for before, turn in itertools.pairwise(own):
             found += turn.cached_tokens
             possible += before.context_tokens + before.answer_tokens - 1
     share = found / possible
@@ -141,12 +141,14 @@ class Agents:
 
     def __init__(self, scene: AgentsRun) -> None:
         self._http = scene.http
+        self._journeys = itertools.count(1000)
+        """A name for each session: none finds what an earlier one with its words has left in the cache."""
 
     async def play(self, number: int, turns: int, *, tools: bool, ids: bool = False) -> list[Turn]:
         """Play a session: open it, call a tool in every turn, and post the reward."""
         session = await self._post("/sessions", {"wait_seconds": 120})
         key = {"Authorization": f"Bearer {session['api_key']}"}
-        messages = [SYSTEM, {"role": "user", "content": f"journey number {number}"}]
+        messages = [SYSTEM, {"role": "user", "content": f"journey number {next(self._journeys)}"}]
         body = {"model": session["model"], "messages": messages, "tools": TOOLS, "return_token_ids": ids}
         played = []
         for turn in range(turns):
