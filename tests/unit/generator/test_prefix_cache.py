@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch import kept_prefixes
+from rollmesh.generator.engines.torch.kept_prefixes import Prefix, Prefixes
 from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply
 
 from ...kit.generation import Rollout, collect, make_call, prompt_ids
@@ -123,3 +125,18 @@ async def test_calls_that_start_together_copy_from_the_first_of_them(engine_of, 
     assert [r.chunks[0].cached_token_count for r in rollouts] == [0, 59, 59, 59, 59]
     for rollout in rollouts:
         rollout.check_pure([model_folder()])
+
+
+def test_one_of_many_prefixes_with_the_same_beginning_is_found_by_few_comparisons(monkeypatch):
+    opening, prefixes, compared = prompt_ids(3, 43), Prefixes(), []
+    said = [np.concatenate((opening, prompt_ids(at, 2 + at % 300))) for at in range(2000)]
+    for ids in said:
+        prefixes.add(Prefix(policy_version=1, token_ids=ids))
+    common = kept_prefixes._common
+    monkeypatch.setattr(kept_prefixes, "_common", lambda *both: compared.append(both) or common(*both))
+    for at in range(0, 2000, 37):
+        assert prefixes.longest(1, np.concatenate((said[at], prompt_ids(5000 + at, 40))))[1] == len(said[at])
+    for at in range(50):
+        assert prefixes.longest(1, np.concatenate((opening, prompt_ids(9000 + at, 40))))[1] >= len(opening)
+    assert prefixes.longest(2, said[0]) == (None, 0)
+    assert len(compared) <= 8 * (55 + 50)

@@ -7,6 +7,7 @@ under the same policy version. They are found by their ids, at any length from a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from rollmesh.types import Int32Array
 
 _BLOCK = 16
+_COMPARED = 8
+"""Prefixes with the same blocks that a look-up compares."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -64,20 +67,32 @@ class Prefixes:
         self._found.clear()
 
     def longest(self, policy_version: int, ids: Int32Array) -> tuple[Prefix | None, int]:
-        """Return the prefix that agrees with the most of the first ``ids``, and with how many."""
-        for key in reversed(_keys(policy_version, ids)):
-            if key in self._found:
-                common, at = max((_common(prefix.token_ids, ids), at) for at, prefix in enumerate(self._found[key]))
-                return list(self._found[key])[at], common
+        """Return the prefix that agrees with the most of the first ``ids``, and with how many.
+
+        Thousands may agree with the same blocks. Of these it is one that ``ids`` continues, else the best of the
+        newest: others agree with a part of a block more at most.
+        """
+        keys = _keys(policy_version, ids)
+        for end, key in reversed([(_BLOCK * number, key) for number, key in enumerate(keys, 1) if key in self._found]):
+            rest = ids[end : end + _BLOCK - 1]
+            ends = (_next_key(key, rest[:count]) for count in range(len(rest), 0, -1))
+            found = self._found[next((end_key for end_key in ends if end_key in self._found), key)]
+            newest = list(islice(reversed(found), _COMPARED))
+            common, at = max((_common(prefix.token_ids, ids), -at) for at, prefix in enumerate(newest))
+            return newest[-at], common
         return None, 0
 
 
 def _keys(policy_version: int, ids: Int32Array) -> list[int]:
     key, keys = hash(policy_version), []
     for start in range(0, len(ids), _BLOCK):
-        key = hash((key, ids[start : start + _BLOCK].tobytes()))
+        key = _next_key(key, ids[start : start + _BLOCK])
         keys.append(key)
     return keys
+
+
+def _next_key(key: int, ids: Int32Array) -> int:
+    return hash((key, ids.tobytes()))
 
 
 def _common(one: Int32Array, other: Int32Array) -> int:
