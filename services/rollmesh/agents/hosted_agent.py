@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_service import Loops, OpenAiService
 from rollmesh.agents.connections import unless
-from rollmesh.agents.openai_errors import OpenAiError
+from rollmesh.agents.openai_errors import OpenAiError, as_openai
 from rollmesh.agents.openai_requests import RewardRequest
 from rollmesh.agents.session_opening import open_session
-from rollmesh.errors import StoreUnavailable
+from rollmesh.errors import RollmeshError, StoreUnavailable
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import BackgroundTasks, cancelled_awaits_as_errors
@@ -69,7 +69,9 @@ class _HostedAgent:
         own: set[str] = set()
         try:
             while not shutdown.is_set():
-                for session in manager.sessions:
+                sessions = manager.sessions
+                own.intersection_update(root_of(session.session_id) for session in sessions)
+                for session in sessions:
                     # The function that began a session of an earlier process is gone.
                     if root_of(session.session_id) not in own and not session.newest.mark.ended:
                         manager.end(session, "given_up")
@@ -99,13 +101,23 @@ class _HostedAgent:
                 return
             request = work.result()
             if request is not None:
-                await self._service.agent_parts.rewards.post(session, request)
+                await self._post(session, request)
         except OpenAiError as error:
             self._log.warning("hosted_agent_reward", session=session.session_id, message=str(error))
             if error.code == "nothing_sampled":
                 self._service.agent_parts.session_manager.end(session, "given_up")
         finally:
             work.cancel()
+
+    async def _post(self, session: AgentSession, request: RewardRequest) -> None:
+        """Post a reward, again while a call that the function left, a pause or an outage of the queue is in its way."""
+        while True:
+            try:
+                return await self._service.agent_parts.rewards.post(session, request)
+            except RollmeshError as error:
+                if (typed := as_openai(error)).retry_after is None:
+                    raise typed from error
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _reward(self, session: AgentSession, row: Mapping[str, Any]) -> RewardRequest | None:
         """Return the reward of the function; None if its session was gone."""

@@ -55,6 +55,26 @@ async def faulty(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
     return value
 
 
+async def test_a_reward_beside_a_call_that_the_function_left_is_posted_after_it(tools_mesh: AgentMesh) -> None:
+    mesh, left = tools_mesh, list[asyncio.Task[Any]]()
+    async with mesh.api() as api:
+        manager = api.service.agent_parts.session_manager
+
+        async def leaving(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
+            """Leave the second call to itself."""
+            value = await adding(client, row)
+            left.append(asyncio.create_task(adding(client, row)))
+            while not manager.find(row["id"]).lock.locked():  # type: ignore[union-attr]
+                await asyncio.sleep(0)
+            return value
+
+        async with hosted_agent(api.service, api.app, leaving, TOKEN, api.url, api.shutdown):
+            batch = await mesh.batch(1)
+            assert {t.outcome.value for g in batch.groups for t in g.trajectories if t.outcome is not None} == {1.0}
+            api.shutdown.set()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
 def not_async(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
     return 0.0
 
