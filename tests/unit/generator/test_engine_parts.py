@@ -82,7 +82,7 @@ def test_rows_keep_their_tokens_through_adds_removals_promotions_and_growth(data
                 slots = data.draw(st.lists(st.sampled_from(tier.slots), min_size=1, unique=True))
                 if cache.has_room([cache.next_width(slots[0]) - tier.width] * len(slots)):
                     cache.promote(tier, slots)
-        assert cache.reserved <= cache.allocated
+        assert cache.reserved <= cache.allocated <= cache.token_capacity
         check_kept(cache, kept)
         assert sorted(s for t in cache.tiers for s in t.slots) == sorted(content)
         for slot, (keys, values) in content.items():

@@ -232,6 +232,8 @@ class KvCache:
             source.slots.clear()
         target.slots.extend(moved)
         self._place.update({slot: (target, start + i) for i, slot in enumerate(moved)})
+        if self.allocated > self.token_capacity:
+            self._resize(source, len(source.slots))
 
     def _tier_for(self, length: int) -> Tier:
         return next((t for t in self.tiers if t.width > length), self.tiers[-1])
