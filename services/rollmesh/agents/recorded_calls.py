@@ -225,10 +225,16 @@ class RecordedCalls:
             if fork.leased is None:
                 limit = "pool" if fork.status is ForkStatus.POOL_FULL else "group (curriculum.most_members)"
                 raise too_many(f"parent: the {limit} has no room for another trajectory", "no_room")
-            session = self._session_manager.add_sub_agent(parent, fork.leased.trajectory.trajectory_id)
-            await session.newest.save_mark(await session.newest.wait_ready(time.monotonic() + _PARKED_SECONDS))
         except LetGo as error:
             raise gone(f"the session has ended: {error}", "session_ended") from error
+        session = self._session_manager.add_sub_agent(parent, fork.leased.trajectory.trajectory_id)
+        try:
+            await session.newest.save_mark(await session.newest.wait_ready(time.monotonic() + _PARKED_SECONDS))
+        except BaseException as error:
+            self._session_manager.end(session, "given_up")  # nobody has heard of it
+            if isinstance(error, LetGo):
+                raise gone(f"the session has ended: {error}", "session_ended") from error
+            raise
         return session
 
     async def _fork(self, session: AgentSession, rollout: RolloutContext) -> Fork:

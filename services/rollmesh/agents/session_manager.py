@@ -241,7 +241,7 @@ class SessionManager:
             group_id=group_id,
             start_time=mark.start_time,
             idle_seconds=self._idle_seconds,
-            team=self._teams.setdefault(root_of(mark.session_id), []),
+            team=self._teams.get(root_of(mark.session_id), []),
         )
 
     def _begin(self, session: AgentSession, trajectory: SessionTrajectory, trajectory_id: str) -> None:
@@ -249,6 +249,7 @@ class SessionManager:
         if session.session_id not in self._sessions:
             self._sessions[session.session_id] = session
             session.team.append(session)
+            self._teams[root_of(session.session_id)] = session.team
             if session.name:
                 self._ids_by_name[session.name] = session.session_id
             self._metrics.sessions_opened.inc()

@@ -54,7 +54,9 @@ class Rewards:
             await self._post(session, team, request)
 
     async def _post(self, session: AgentSession, team: Sequence[AgentSession], request: RewardRequest) -> None:
-        every = [trajectory for member in team for trajectory in member.trajectories]
+        # The reward is posted again to the parent after a crash: its newest trajectory is the last to get it.
+        ordered = sorted(team, key=lambda member: member.is_root)
+        every = [trajectory for member in ordered for trajectory in member.trajectories]
         marks = [trajectory.mark for trajectory in every]
         if any(mark.ended for mark in marks):
             _check_same(session.session_id, marks, request)
@@ -85,6 +87,7 @@ class Rewards:
                 await trajectory.save_mark(
                     rollout, outcome=outcome, ask_verifier=request.verify, finish_reason=self._reason(trajectory)
                 )
+        for trajectory in trajectories:
             trajectory.notify()
         recorded = [await trajectory.wait_recorded(time.monotonic() + _SCORE_SECONDS) for trajectory in trajectories]
         self._session_manager.end(session, "rewarded" if any(recorded) else "lost", request.value)

@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from rollmesh.agents.agent_session import SessionTrajectory
 from rollmesh.algorithms.advantages import dr_grpo
-from rollmesh.errors import ConfigError
+from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.scheduling import run_limits
 from rollmesh.trainer.learner.train_batch import build_train_batch
+from rollmesh.worker.program import RolloutContext
 
 from ...kit.run_files import run_config
 from .agent_client import Agent, http_of, state
@@ -90,6 +92,74 @@ async def test_a_team_is_given_up_together_and_only_its_parent_begins_it(make_me
         assert (late.status_code, late.json()["error"]["code"]) == (410, "session_ended")
         for agent in (parent, sub):
             await agent.aclose()
+
+
+async def test_a_reward_of_a_team_that_a_crash_cuts_short_is_posted_again_to_the_parent(
+    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: AgentMesh = await make_mesh(**SHARED)
+    save, saved = SessionTrajectory.save_mark, list[str]()
+
+    async def only_the_first(self: SessionTrajectory, rollout: RolloutContext, **changes: Any) -> None:
+        if changes.get("outcome") and saved:
+            raise StoreUnavailable("the queue died between two members")
+        await save(self, rollout, **changes)
+        if changes.get("outcome"):
+            saved.append(self.mark.session_id)
+
+    async def one_is_scored() -> bool:
+        return (await mesh.store.mesh.counts()).totals.get("scored_total") == 1
+
+    async with mesh.api() as api, http_of(api) as http:
+        parent, alone = [await Agent.open(api, http) for _ in range(2)]
+        sub = await sub_agent(api, http, parent.id)
+        for agent in (parent, sub, alone):
+            await agent.turn()
+        assert (await http.post(f"/sessions/{alone.id}/reward", json={"reward": 0.0})).status_code == 200
+        await mesh.until("the reward of the other agent is recorded", one_is_scored)
+        monkeypatch.setattr(SessionTrajectory, "save_mark", only_the_first)
+        cut_short = await http.post(f"/sessions/{parent.id}/reward", json={"reward": 1.0})
+        assert (cut_short.status_code, saved) == (503, [sub.id])
+        for agent in (parent, sub):
+            refused = await http.delete(f"/sessions/{agent.id}")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "reward_stored")
+        monkeypatch.setattr(SessionTrajectory, "save_mark", save)
+    async with mesh.api(index=1) as second, http_of(second) as http:
+
+        async def is_posted() -> bool:
+            return (await http.post(f"/sessions/{parent.id}/reward", json={"reward": 1.0})).status_code == 200
+
+        await mesh.until("the parent is taken over and rewarded", is_posted)
+    trajectories = (await mesh.batch(1)).groups[0].trajectories
+    assert [t.outcome.shared_by for t in trajectories if t.outcome] == [parent.id, alone.id, parent.id]
+    assert [t.shaped_reward for t in trajectories] == [1.0, 0.0, 1.0]
+    totals = (await mesh.store.mesh.counts()).totals
+    assert totals["scored_total"] == 3 and totals.get("restarts_total", 0) == 0
+    for agent in (parent, sub, alone):
+        await agent.aclose()
+
+
+async def test_a_sub_agent_that_could_not_be_opened_leaves_no_session(
+    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: AgentMesh = await make_mesh(**SHARED)
+
+    async def dies(*_: Any) -> None:
+        raise StoreUnavailable("the queue died before the mark of the sub-agent was saved")
+
+    async def one_is_leased() -> bool:
+        return (await mesh.store.mesh.counts()).trajectories["leased"] == 1
+
+    async with mesh.api() as api, http_of(api) as http:
+        parent = await Agent.open(api, http)
+        with monkeypatch.context() as broken:
+            broken.setattr(SessionTrajectory, "save_mark", dies)
+            told = await http.post("/sessions", json={"parent": parent.id})
+            assert told.status_code == 503, told.text
+        (left,) = (await http.get("/sessions")).json()["data"]
+        assert left["id"] == parent.id
+        await mesh.until("the trajectory of the sub-agent is given back", one_is_leased)
+        await parent.aclose()
 
 
 async def test_a_run_without_shared_credit_has_no_sub_agents(make_mesh: Callable[..., Any]) -> None:

@@ -66,6 +66,25 @@ async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: Trajec
     assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.0", "e0-0.1", "e0-0.2"]
 
 
+async def test_a_member_with_forks_that_gets_no_score_has_one_replacement(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1, needed=4)
+    first, *others = await store.trajectories.lease(mesh.session, 4)
+    forks = [await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, nonce) for nonce in "ab"]
+    for each in (first, *(fork.leased for fork in forks if fork.leased)):
+        await mesh.complete(each, None)
+    counts = (await store.mesh.counts()).totals
+    assert (counts["unscorable_total"], counts["replacements_total"]) == (3, 1)
+    assert (await read_truth(store)).problems == []
+    (replacement,) = await store.trajectories.lease(mesh.session, 8)
+    for value, each in enumerate((*others, replacement)):
+        await mesh.complete(each, float(value))
+    (ready,) = (await store.mesh.view()).ready
+    await store.leadership.cut(mesh.leader, 1, [ready.group_id])
+    batch = await mesh.claim(1)
+    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.1", "e0-0.2", "e0-0.3", "e0-0.6"]
+
+
 @pytest.mark.parametrize("returned", ["released", "registered again"])
 async def test_a_member_that_has_returned_to_the_queue_is_given_again_to_the_same_request(
     store: TrajectoryStore, returned: str

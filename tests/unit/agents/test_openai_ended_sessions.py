@@ -75,6 +75,7 @@ async def test_an_agent_whose_lease_is_lost_before_the_first_mark_gets_the_next_
     with pytest.raises(LetGo):
         await desk.run(rollout_of(held_trajectory(0), keep_snapshot=lost))
     assert (desk.waiting.wanted(), desk.waiting.work_due.is_set(), desk.sessions) == (1, True, [])
+    assert not desk._teams, "a session that never began leaves nothing behind"
     # The next lease of the same trajectory waits for no agent, and serves the one that waits.
     run = asyncio.create_task(desk.run(rollout_of(held_trajectory(0))))
     session = await opened

@@ -82,6 +82,8 @@ class ModelMember:
     """Tokens that the group shaper kept; None for all."""
     is_wasted: bool = False
     """True if its tokens were counted as wasted, so that a drop of its group does not count them again."""
+    is_fork: bool = False
+    """True for a member that an agent has beside its first one; it has no replacement."""
 
     @property
     def order(self) -> int:

@@ -199,7 +199,7 @@ class QueueState:
         del self.members[member.trajectory_id]
 
     def end_without_score(self, member: ModelMember, state: TrajectoryState) -> None:
-        """End a member as unscorable or dead: it is replaced while the group has less than its most members."""
+        """End a member as unscorable or dead: unless it is a fork, it is replaced while the group has room."""
         group = member.group
         self.move(member, state)
         self.totals[f"{state}_total"] += 1
@@ -209,7 +209,7 @@ class QueueState:
             member.session, member.step = None, None
         group.terminal += 1
         self.recompute_step(group)
-        if len(group.members) < self.most_members(group.needed):
+        if not member.is_fork and len(group.members) < self.most_members(group.needed):
             self.add_member(group)
             self.totals["replacements_total"] += 1
         self.settle(group)

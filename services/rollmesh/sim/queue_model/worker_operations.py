@@ -225,7 +225,7 @@ class WorkerOperations(QueueState):
         if len(parent.group.members) >= self.most_members(parent.group.needed):
             return ForkStatus.GROUP_FULL, None
         member = self.add_member(parent.group)
-        member.attempts = 1
+        member.attempts, member.is_fork = 1, True
         self._take(member, session)
         held.add(member.trajectory_id)
         self.totals["leases_total"] += 1

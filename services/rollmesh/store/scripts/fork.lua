@@ -38,7 +38,7 @@ else
   touch(group)
   id, group.launched = group.id .. '.' .. group.launched, group.launched + 1
   call('HSET', trajectory_key(id), 'birth', math.max(0, tonumber(meta[2] or '0')), 'since', now(),
-    'incarnation', group.incarnation or '0')
+    'incarnation', group.incarnation or '0', 'is_fork', 1)
   call('HSET', trajectory_key(parent), 'fork_nonce', ARGV[3], 'fork', id)
   count('forks_total', 1)
 end

@@ -72,12 +72,13 @@ local function settle(group)
   end
 end
 
--- A member without a score is replaced while the group has less than its most members.
+-- A member without a score is replaced while the group has less than its most members. A fork is not: its agent began
+-- with another member, whose replacement begins anew.
 local function member_without_score(group, id)
   touch(group)
   group.terminal = group.terminal + 1
   recompute_step(group, id)
-  if group.launched < most_members(group.needed) then
+  if group.launched < most_members(group.needed) and call('HEXISTS', trajectory_key(id), 'is_fork') == 0 then
     local member = group.launched
     local replacement = group.id .. '.' .. member
     group.launched = member + 1
