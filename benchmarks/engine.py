@@ -14,6 +14,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,8 +82,9 @@ def _logprob_gap(ours: _Ours, reference: HuggingFace) -> Measure:
 
 def _uniform(ours: _Ours, reference: HuggingFace, size: int, repeats: int) -> Measure:
     prompts, tokens = make_prompts(size), size * NEW_TOKENS
+    seeds = count(2)  # new prompts each time: the engine finds what ended calls have left
     work = {
-        "ours": lambda: ours.generate(prompts, [NEW_TOKENS] * size),
+        "ours": lambda: ours.generate(make_prompts(size, next(seeds)), [NEW_TOKENS] * size),
         "theirs": lambda: reference.generate(prompts, NEW_TOKENS),
     }
     rate = {name: tokens / seconds for name, seconds in interleaved(work, repeats).items()}
@@ -101,7 +103,8 @@ def _mixed(ours: _Ours, reference: HuggingFace, lengths: Sequence[int], repeats:
     # The engine's cache grows to the size of the longest calls; generate allocates a new cache for every batch.
     ours.generate(prompts, lengths)
     reference.generate(prompts[:MIXED_SLOTS], NEW_TOKENS)
-    work = {"ours": lambda: ours.generate(prompts, lengths), "theirs": batches}
+    seeds = count(2)
+    work = {"ours": lambda: ours.generate(make_prompts(len(lengths), next(seeds)), lengths), "theirs": batches}
     rate = {name: sum(lengths) / seconds for name, seconds in interleaved(work, repeats, warm_up=0).items()}
     p50, p99 = np.percentile(lengths, [50, 99])
     name = f"{len(lengths)} calls of mixed lengths (p50 {p50:.0f}, p99 {p99:.0f}), useful tokens"
@@ -119,9 +122,9 @@ async def _save_curve(engine: TorchEngine, save: Path, *, quick: bool) -> list[M
     return [step_measure(point) for point in points]
 
 
-def make_prompts(count: int) -> Int32Array:
+def make_prompts(count: int, seed: int = 1) -> Int32Array:
     """Return different random prompts, int32 [count, PROMPT_TOKENS]."""
-    return random_ids(np.random.default_rng(1), SMALL["vocab_size"], count, PROMPT_TOKENS)
+    return random_ids(np.random.default_rng(seed), SMALL["vocab_size"], count, PROMPT_TOKENS)
 
 
 def mixed_lengths(count: int) -> list[int]:
