@@ -1,4 +1,4 @@
-"""What environments of other packages share: actions read from turns, observations as text, rewards of an episode."""
+"""Parts that adapters share: actions read from turns, observations as text, rewards of an episode."""
 
 from __future__ import annotations
 

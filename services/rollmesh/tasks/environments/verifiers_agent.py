@@ -79,7 +79,7 @@ class VerifiersAgent:
 
 @dataclass
 class _Episode:
-    """What the messages of one run have told of it."""
+    """State of one run, from its messages."""
 
     base_url: str
     """Address of the session."""
