@@ -143,7 +143,8 @@ class _Ours:
 
     def __init__(self, runner: asyncio.Runner, folder: Path, slots: int) -> None:
         self._runner = runner
-        self.engine = TorchEngine(GeneratorConfig(slots=slots, max_context_tokens=_CONTEXT, device="cpu"))
+        config = GeneratorConfig(slots=slots, max_context_tokens=_CONTEXT, device="cpu")
+        self.engine = TorchEngine(config, several_turns=False)
         runner.run(self.engine.start(folder, 0))
 
     def generate(self, prompts: Int32Array, lengths: Sequence[int]) -> list[tuple[Int32Array, Float32Array]]:

@@ -138,7 +138,7 @@ async def _engine(plan: Plan, root: Path, *, cuda_graphs: bool) -> AsyncIterator
         device=plan.device,
         cuda_graphs=cuda_graphs,
     )
-    engine = TorchEngine(config, plan.dtype)
+    engine = TorchEngine(config, plan.dtype, several_turns=False)
     await engine.start(root / "model", 0)
     try:
         yield engine

@@ -26,7 +26,9 @@ def _build_torch(config: RunConfig, _index: int) -> Engine:
         from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 
     torch.set_num_threads(config.launcher.torch_threads)
-    return TorchEngine(config.generator, config.model.dtype, AdapterSettings.from_config(config))
+    several_turns = config.rollout.program != "single_turn"
+    adapter = AdapterSettings.from_config(config)
+    return TorchEngine(config.generator, config.model.dtype, adapter, several_turns=several_turns)
 
 
 def _check_torch_model(config: Mapping[str, Any]) -> None:

@@ -105,8 +105,11 @@ class KvCache:
         widths: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        several_turns: bool = True,
     ) -> None:
         self.token_capacity = token_capacity
+        self.several_turns = several_turns
+        """Whether calls continue ended ones. Otherwise none is kept: its copy costs a tenth of the calls a second."""
         self.longest = widths[-1]
         """Longest context that one row can hold."""
         self.tiers = [Tier(arch, width, dtype, device) for width in widths]
@@ -155,6 +158,8 @@ class KvCache:
 
         Blocks of which half is unused shrink before an older prefix is evicted.
         """
+        if not self.several_turns:
+            return
         for tier in self.tiers:
             lacking = self.allocated + self.prefixes.kept_tokens + len(ids) > self.token_capacity
             if lacking and tier.row_capacity >= 2 * max(1, len(tier.slots)):

@@ -40,8 +40,16 @@ class TorchEngine:
     A model thread decodes; the asyncio thread only queues calls and receives chunks.
     """
 
-    def __init__(self, config: GeneratorConfig, dtype: str = "float32", adapter: AdapterSettings | None = None) -> None:
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        dtype: str = "float32",
+        adapter: AdapterSettings | None = None,
+        *,
+        several_turns: bool = True,
+    ) -> None:
         self._config = config
+        self._several_turns = several_turns
         self._adapter = adapter
         self._adapter_reader: AdapterReader | None = None
         self._base_version = -1
@@ -78,6 +86,7 @@ class TorchEngine:
             widths=tier_widths(min(config.max_context_tokens, config.kv_tokens), coarse=graphs),
             dtype=self._dtype,
             device=self._device,
+            several_turns=self._several_turns,
         )
         stack = None
         if self._adapter is not None and self._adapter_reader is not None:
