@@ -126,7 +126,7 @@ class OpenAiService:
         place = await others.place_of(root_of(session) if is_session_id(session) else session)
         if place is None or sessions.find(session) is not found:
             return
-        if place.address != others.address and not here:
+        if place.address not in ("", others.address) and not here:
             raise Elsewhere(session, partial(others.forward, address=place.address, session=session))
         if place.lives and found is None:
             raise not_known_yet(session)
@@ -178,7 +178,6 @@ async def openai_service(
         client = await stack.enter_async_context(GenerationClient(security))
         drain = await stack.enter_async_context(drain_at(shutdown, partial(_complete, config, store)))
         settings = WorkerSettings.from_config(config, tokenizer)
-        stop = asyncio.Event()
         loops = Loops(shutdown)
         agents: Agents | None = None
         if config.rollout.program == "agent":
@@ -188,39 +187,33 @@ async def openai_service(
             deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health, address)
             worker = Worker(settings, deps, session_manager.waiting)
             generators, policies = deps.generators, deps.policies
+            http = await stack.enter_async_context(AdminClient(security))
             agents = Agents(
                 session_manager=session_manager,
                 recorded=RecordedCalls(tokenizer, session_manager, worker, metrics, settings),
                 rewards=Rewards(session_manager, settings.budget, config.trainer.algorithm.credit),
-                others=OtherReplicas(
-                    store.sessions, address, await stack.enter_async_context(AdminClient(security)), drain
-                ),
+                others=OtherReplicas(store.sessions, address, http, drain),
             )
-            loops.start(
-                _work(worker, run_evaluator(config, deps, tokenizer), deps.session, health, stop), "agents-worker"
-            )
-            loops.start(_sweep(session_manager, stop), "agents-sweep")
+            evaluator = run_evaluator(config, deps, tokenizer)
+            loops.start(_work(worker, evaluator, deps.session, health, loops.stop), "agents-worker")
+            loops.start(_sweep(session_manager, loops.stop), "agents-sweep")
         else:
             generators = GeneratorPool(store.generators, placement=Placement(config.rollout.placement))
             policies = NewestPolicy(store.policies)
-            loops.start(_refresh_registry(generators, policies, health, stop), "openai-registry")
-        limits = replace(settings.calls, saving=_UNRECORDED_SAVING)
-        caller = Caller(client, generators, policies, limits, metrics)
-        try:
-            yield OpenAiService(
-                config=config,
-                store=store,
-                formats=formats,
-                metrics=metrics,
-                unrecorded=UnrecordedCalls(
-                    tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens
-                ),
-                agents=agents,
-                drain=drain,
-            )
-        finally:
-            stop.set()
-            await loops.ended()
+            loops.start(_refresh_registry(generators, policies, health, loops.stop), "openai-registry")
+        stack.push_async_callback(loops.end)
+        caller = Caller(client, generators, policies, replace(settings.calls, saving=_UNRECORDED_SAVING), metrics)
+        yield OpenAiService(
+            config=config,
+            store=store,
+            formats=formats,
+            metrics=metrics,
+            unrecorded=UnrecordedCalls(
+                tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens
+            ),
+            agents=agents,
+            drain=drain,
+        )
 
 
 async def _complete(config: RunConfig, store: TrajectoryStore) -> bool:
@@ -252,6 +245,8 @@ class Loops:
     """Background tasks whose failure ends the process."""
 
     def __init__(self, shutdown: Shutdown) -> None:
+        self.stop = asyncio.Event()
+        """Set by ``end``: the tasks that watch it end."""
         self._shutdown = shutdown
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -259,6 +254,11 @@ class Loops:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._done)
         self._tasks.append(task)
+
+    async def end(self) -> None:
+        """Stop the tasks and wait for their ends."""
+        self.stop.set()
+        await self.ended()
 
     async def ended(self) -> None:
         raise_first_error(await asyncio.gather(*self._tasks, return_exceptions=True))

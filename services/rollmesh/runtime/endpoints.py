@@ -85,10 +85,10 @@ def read_endpoints(run_folder: Path, service: str | None = None, *, starting: bo
 
 _KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
-    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000))
     if hasattr(socket, name)
 ]
-"""A connection whose other machine is gone ends after half a minute."""
+"""A connection whose other machine is gone ends after half a minute, also one with a request that nobody confirms."""
 
 
 class AdminClient:

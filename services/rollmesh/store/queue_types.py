@@ -81,7 +81,7 @@ class AgentPlace:
     """Process that has a session of an agent, or had it last."""
 
     address: str
-    """host:port of its API."""
+    """host:port of its API; empty once the process is gone."""
     lives: bool
     """True while a trajectory of the session is held or waits for its next lease."""
 

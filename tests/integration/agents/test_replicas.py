@@ -208,6 +208,26 @@ async def test_the_sessions_of_a_killed_replica_continue_at_the_other_one(make_m
     assert (counts.totals["scored_total"], counts.totals.get("restarts_total", 0)) == (2, 0)
 
 
+async def test_nothing_is_sent_to_the_address_of_a_replica_that_is_gone(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh()
+    async with mesh.api(1) as second, http_of(second) as http:
+        async with mesh.api(0) as first, http_of(first) as at_first:
+            agent = await Agent.open(first, at_first)
+            await agent.turn()
+            assert (await at_first.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
+            await agent.aclose()
+            port = httpx.URL(first.url).port
+        strangers = list[bytes]()
+
+        async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            strangers.append(await reader.read(65536))
+            writer.close()
+
+        async with await asyncio.start_server(stranger, "127.0.0.1", port):
+            again = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})
+        assert (again.status_code, strangers) == (404, []), "another process may have the address by now"
+
+
 async def continued(http: httpx.AsyncClient, session: str) -> None:
     """Wait until a replica has taken a session over; it is not unknown before."""
     deadline = time.monotonic() + 120

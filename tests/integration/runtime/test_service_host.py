@@ -69,6 +69,16 @@ async def test_head_is_answered_as_get_without_the_body() -> None:
             assert head.headers["content-type"] == get.headers["content-type"]
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux alone ends such a connection")
+async def test_a_request_to_a_machine_that_is_gone_ends_after_half_a_minute() -> None:
+    async with admin_server(Metrics("demo"), Health(), "127.0.0.1") as port, AdminClient() as client:
+        answer = await client.send("GET", f"127.0.0.1:{port}", "/healthz")
+        connection = answer.extensions["network_stream"].get_extra_info("socket")
+        # Keep-alive probes are sent only while nothing waits for a confirmation.
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        await answer.aclose()
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_ipv6_wildcard_accepts_clients_of_both_families(address: str) -> None:
