@@ -25,7 +25,7 @@ from rollmesh.agents.context_match import (
     match_next,
     tail_of,
 )
-from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid, too_many, unavailable
+from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid, not_known_yet, too_many, unavailable
 from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.runtime.logging import get_logger
@@ -96,8 +96,8 @@ class RecordedCalls:
             return await self._start(session, request, is_retry)
         except BaseException as error:
             self._release(session)
-            if isinstance(error, LetGo):
-                raise gone(f"the session has ended: {error}", "session_ended") from error
+            if isinstance(error, LetGo):  # another replica may have the session: the next call is told
+                raise not_known_yet(session.session_id) from error
             if isinstance(error, Parked):
                 raise unavailable("the run has just been paused; send the same call again", "session_parked") from error
             raise
@@ -345,7 +345,7 @@ class RecordedCalls:
                 trajectory.busy = False
                 trajectory.notify()
             except LetGo as error:
-                raise gone(f"the session has ended: {error}", "session_ended") from error
+                raise not_known_yet(trajectory.mark.session_id) from error
 
     async def _sample_active(self, rollout: RolloutContext, turn: AnswerTurn, end: int) -> FinishReason:
         active = rollout.active

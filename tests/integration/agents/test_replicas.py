@@ -208,6 +208,42 @@ async def test_the_sessions_of_a_killed_replica_continue_at_the_other_one(make_m
     assert (counts.totals["scored_total"], counts.totals.get("restarts_total", 0)) == (2, 0)
 
 
+async def test_a_call_in_a_replica_that_stood_still_is_answered_where_its_session_is_now(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(
+        rollout={"partial_save_tokens": 48}, generator={"pace": [[1, 0.02]]}, store={"session_ttl_seconds": 3.0}
+    )
+    ports = [free_port() for _ in range(2)]
+    urls = [f"http://127.0.0.1:{port}/v1" for port in ports]
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with (
+        httpx.AsyncClient(base_url=urls[1], headers=headers, trust_env=False, timeout=120) as http,
+        AsyncOpenAI(base_url=urls[0], api_key=TOKEN, max_retries=60) as client,
+        agents_process(mesh, ports[0]) as first,
+        agents_process(mesh, ports[1]),
+    ):
+        told = dict(await client.post("/sessions", cast_to=object, body={"wait_seconds": 90}))  # type: ignore[call-overload]
+
+        async def tokens() -> int:
+            return sum(each["tokens"] for each in (await http.get(f"/sessions/{told['id']}")).json()["trajectories"])
+
+        async def is_taken_over() -> bool:
+            seen = await http.get(f"/sessions/{told['id']}", headers={"X-Rollmesh-Forwarded": "1"})
+            return seen.status_code == 200
+
+        asked = {"model": mesh.config.name, "messages": told["messages"], "max_tokens": 200}
+        call = client.chat.completions.create(**asked, extra_headers={"X-Rollmesh-Session": told["id"]})
+        answer = asyncio.create_task(call)
+        while await tokens() < 60:
+            await asyncio.sleep(0.05)
+        first.send_signal(signal.SIGSTOP)
+        await mesh.until("the other replica has the session", is_taken_over)
+        first.send_signal(signal.SIGCONT)
+        assert (await answer).model_extra["rollmesh"]["session"] == told["id"]
+    assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0
+
+
 async def test_nothing_is_sent_to_the_address_of_a_replica_that_is_gone(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh()
     async with mesh.api(1) as second, http_of(second) as http:
