@@ -90,7 +90,9 @@ class Desired:
     """State that workers and generators reconcile to; written by the leader only."""
 
     pool_size: int
-    """Trajectories leased at once over the whole mesh."""
+    """Trajectories leased at once over the whole mesh, without those of ``most_waiting``."""
+    most_waiting: int = 0
+    """Trajectories leased beyond the pool while as many wait between two calls of a generator."""
     paused: bool = False
     """True to stop new leases; unfinished trajectories are saved as partial and released."""
     interrupt_below_version: int = 0
@@ -178,6 +180,8 @@ class MeshView:
     """Partial trajectories that wait for a policy after that of their newest tokens, not counted as partial."""
     leased: int
     """Unfinished trajectories leased by worker sessions."""
+    waiting: int = 0
+    """Those between two calls of a generator, as of the last heartbeats of the workers."""
     finished: int
     """Trajectories that wait for their reward."""
     memory_ratio: float
@@ -243,6 +247,16 @@ class MeshView:
     def unfinished(self) -> int:
         """Number of trajectories without their last token."""
         return self.pending + self.partial + self.resting + self.leased
+
+    @property
+    def leasable(self) -> int:
+        """Number of trajectories that may be leased at once."""
+        return self.desired.pool_size + self.beyond_pool
+
+    @property
+    def beyond_pool(self) -> int:
+        """Number of trajectories that may be leased beyond the pool, because as many wait."""
+        return min(self.waiting, self.desired.most_waiting)
 
     @property
     def older_pin(self) -> int | None:

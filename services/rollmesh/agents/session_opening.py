@@ -68,8 +68,8 @@ async def open_sub_agent(service: OpenAiService, parent: str, *, here: bool) -> 
 
 
 async def _why_none(service: OpenAiService) -> str:
-    store = service.store
-    desired, counts = await store.leadership.desired(), await store.mesh.counts()
+    view = await service.store.mesh.view(groups=False)
+    desired = view.desired
     if desired.paused:
         return desired.reason or "the run is paused"
     serving, _ = await service.policies()
@@ -77,9 +77,12 @@ async def _why_none(service: OpenAiService) -> str:
         return "no generator serves a policy yet"
     if not desired.pool_size:
         return "no rollout worker leads the run yet"
-    leased = counts.trajectories["leased"]
-    if leased >= desired.pool_size:
-        return f"the pool is full: sessions hold {leased} of {desired.pool_size} trajectories"
-    if counts.trajectories["pending"]:
+    if view.leased >= view.leasable:
+        return (
+            f"the pool is full: sessions hold {view.leased} of {view.leasable} trajectories: the pool of "
+            f"{desired.pool_size}, and beyond it {view.beyond_pool} of the {view.waiting} that are between two calls "
+            f"(rollout.most_waiting={desired.most_waiting})"
+        )
+    if view.pending:
         return "a prompt came in this moment"
     return f"no prompt is admitted; the run waits for {desired.waiting_for or 'its rollout worker'}"

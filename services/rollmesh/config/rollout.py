@@ -75,6 +75,10 @@ class RolloutConfig(Section):
     """Generator of a call: the one with the fewest calls per slot, or with the fewest context tokens per token of its
     key-value cache, which suits calls of very different lengths. A prompt returns to the generator that has it in its
     cache while that one's load is at most 1/8 higher."""
+    most_waiting: int = Field(default=0, ge=0)
+    """Most rollouts that do not count in schedule.pool_size while they wait for a tool, an environment or their agent,
+    so that as many others start. Their next calls are not held back, so as many may generate beyond the pool. Workers
+    report them with their heartbeats. 0: all rollouts count."""
     worker_concurrency: int = Field(default=1024, ge=1)
     """Maximum number of trajectories that one rollout worker process runs at once."""
 

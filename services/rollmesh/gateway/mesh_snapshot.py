@@ -150,7 +150,7 @@ def build_overview(
         pinned_version=None if snapshot.pin is None else snapshot.pin.policy_version,
         pinned_by=None if snapshot.pin is None else "evaluation" if snapshot.pin.owner else "operator",
         rollback_to=snapshot.rollback_to,
-        pool_size=snapshot.desired.pool_size,
+        pool_size=snapshot.desired.pool_size + view.beyond_pool,
         trajectories=dict(counts.trajectories),
         groups=dict(counts.groups),
         staleness=_staleness(view, schedule, curves),

@@ -161,7 +161,7 @@ def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: in
         "length": _number(report, "response_length_mean", ".0f"),
         "tokens/s": f"{rate:,.0f}",
         "version": f"{view.policy_version}, served {', '.join(map(str, served)) or 'by no generator'}",
-        "in flight": f"{view.leased} of {view.desired.pool_size}",
+        "in flight": f"{view.leased} of {view.leasable}",
         "ready": f"{view.ready_groups} groups",
         "staleness": _number(report, "staleness_mean", ".2f"),
         "off-policy": _number(report, "off_policy_token_share", ".0%"),

@@ -188,7 +188,13 @@ class MeshLeader:
         if failure:
             # The bound by the caches stays: a failure may be withdrawn.
             wanted = decisions.desired
-            stop = Desired(pool_size=wanted.pool_size, cache_pool=wanted.cache_pool, paused=True, reason=failure)
+            stop = Desired(
+                pool_size=wanted.pool_size,
+                most_waiting=wanted.most_waiting,
+                cache_pool=wanted.cache_pool,
+                paused=True,
+                reason=failure,
+            )
             await self._write(token, view, stop)
             return False
         self._explain(decisions.desired.waiting_for)
@@ -341,4 +347,4 @@ def _counts(view: MeshView) -> tuple[int, ...]:
     """Return the numbers whose change makes the next decision due early."""
     steps = (view.trained_step, view.cut_step, view.policy_version)
     groups = (view.ready_groups, view.open_groups, view.undecided_groups, view.aside_groups)
-    return (*steps, *groups, view.finished, view.leased, view.partial, view.resting)
+    return (*steps, *groups, view.finished, view.leased, view.waiting, view.partial, view.resting)

@@ -163,9 +163,9 @@ class MeshMetrics:
         """Set the gauges of the pool: its size, its bounds and the times that they follow from."""
         self._ready_time.set(math.nan if view.ready_seconds is None else view.ready_seconds)
         self._update_time.set(math.nan if view.update_seconds is None else view.update_seconds)
+        self._pool.set(desired.pool_size + view.beyond_pool)
         if not schedule.auto_pool:
             return
-        self._pool.set(desired.pool_size)
         self._pool_bound.labels(by="trainer").set(trainer_pool(schedule, view))
         by_caches = math.nan if desired.cache_pool is None else desired.cache_pool.size
         self._pool_bound.labels(by="caches").set(by_caches)

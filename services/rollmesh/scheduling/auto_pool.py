@@ -74,11 +74,11 @@ def cache_pool(schedule: Schedule, view: MeshView) -> CachePool | None:
 
 def pool_size(schedule: Schedule, view: MeshView) -> int:
     """Return the number of trajectories that may be leased at once over the whole mesh; at least one group."""
-    return pool_and_bound(schedule, view)[0]
+    return pool_and_bound(schedule, view)[0] + view.beyond_pool
 
 
 def pool_and_bound(schedule: Schedule, view: MeshView) -> tuple[int, CachePool | None]:
-    """Return the pool size and the next state of its bound by the caches."""
+    """Return the pool size, without what waits beyond it, and the next state of its bound by the caches."""
     if not schedule.auto_pool:
         return schedule.pool_size, None
     size, by_caches = trainer_pool(schedule, view), cache_pool(schedule, view)

@@ -143,6 +143,7 @@ def _desired(
     pool, by_caches = pool_and_bound(schedule, view)
     return Desired(
         pool_size=pool,
+        most_waiting=schedule.most_waiting,
         cache_pool=by_caches,
         paused=bool(paused),
         reason=paused,

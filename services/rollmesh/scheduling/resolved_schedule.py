@@ -24,6 +24,8 @@ class Schedule(Bounds):
     admission: AdmissionRule
     auto_pool: bool = False
     """True if the pool follows measured times and the generators' caches, below pool_size."""
+    most_waiting: int = 0
+    """Trajectories leased beyond the pool while as many wait between two calls of a generator."""
     segment_tokens: int
     """Tokens of one policy version after which a trajectory rests; 0 for no rest."""
     start_order: StartOrder
@@ -55,6 +57,7 @@ class Schedule(Bounds):
             preset=section.preset,
             admission=preset.admission,
             auto_pool=section.pool_size == "auto",
+            most_waiting=config.rollout.most_waiting,
             segment_tokens=_segment_tokens(config, preset),
             start_order=preset.start_order if section.start_order is None else StartOrder(section.start_order),
             resume_order=ResumeOrder(section.resume_order),

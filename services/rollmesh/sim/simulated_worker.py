@@ -138,7 +138,7 @@ class SimulatedWorker:
     # -- leases and calls ------------------------------------------------------------------------------------------
     def _lease(self) -> int:
         queue = self._queue
-        room = queue.desired.pool_size - queue.leased
+        room = queue.leasable - queue.leased
         if room <= 0 or not (len(queue.pending) or len(queue.partial) or queue.next_to_wake()):
             return 0
         members = queue.lease(_SESSION, room)

@@ -124,6 +124,7 @@ class Leadership(QueuePart):
             desired.waiting_for,
             desired.rest_before_step,
             "" if pool is None else f"{pool.size} {pool.since} {pool.preemptions}",
+            desired.most_waiting,
         )
 
     async def desired(self) -> Desired:

@@ -15,7 +15,7 @@ from rollmesh.store.redis_connection import Connection, Reply
 _SAME_IN_THE_VIEW = (
     *("cut_step", "policy_version", "policy_train_step", "open_groups", "ready_groups", "undecided_groups"),
     *("aside_groups", "recalled_groups", "pending", "partial", "resting", "leased", "finished", "finished_total"),
-    *("saved_bytes_total", "filtered_in_a_row", "unscored_in_a_row"),
+    *("waiting", "saved_bytes_total", "filtered_in_a_row", "unscored_in_a_row"),
 )
 """Numbers of the script ``view`` that the view has under the same name."""
 _LIVE = ("leased", "finished", "scored", "unscorable", "dead", "surplus")
@@ -122,6 +122,7 @@ def decode_desired(raw: Mapping[str, Any]) -> Desired:
         start_at_version=int(raw.get("start_at_version", 0)),
         waiting_for=raw.get("waiting_for", b"").decode(),
         rest_before_step=int(raw.get("rest_before_step", 0)),
+        most_waiting=int(raw.get("most_waiting", 0)),
         cache_pool=CachePool(size=int(size), since=float(since), preemptions=int(preemptions)) if size else None,
     )
 

@@ -37,13 +37,14 @@ class Sessions(QueuePart):
         """Name this worker's process as the one that has an agent's session without a lease, of an evaluation."""
         await self._connection.run("place_agent", session, agent)
 
-    async def heartbeat(self, session: str) -> str:
+    async def heartbeat(self, session: str, waiting: int = 0) -> str:
         """Renew a session; raises SessionLost when it is closed or was reaped.
 
+        ``waiting``: number of its leased trajectories that wait between two calls of a generator.
         Returns the run_id of the server. If it differs from that of the last heartbeat, Redis has restarted, possibly
         with an earlier state: call ``reregister`` with everything that the session holds.
         """
-        reply: bytes = await self._connection.run("heartbeat", session)
+        reply: bytes = await self._connection.run("heartbeat", session, waiting)
         return reply.decode()
 
     async def count_alive(self, now: float) -> int:

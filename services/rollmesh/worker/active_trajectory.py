@@ -77,6 +77,8 @@ class ActiveTrajectory:
         """Context tokens that this call found in a prefix cache."""
         self.failed_calls = 0
         """Generation calls in a row that failed without a token."""
+        self.generates = False
+        """True from the wait for a generator to the end of the answer."""
         self.stop_requested = False
         """True once the reader of the answer needs no more tokens of the current call."""
         self.park_reason: ReleaseReason | None = None
@@ -194,6 +196,20 @@ class ActiveTrajectory:
     def set_floors(self, *, start: int, call: int) -> None:
         """Set the oldest policy versions: ``start`` for a trajectory without tokens, ``call`` for any call."""
         self._start_floor, self._call_floor = start, call
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Mark the time of an answer, its wait for a generator included."""
+        self.generates = True
+        try:
+            yield
+        finally:
+            self.generates = False
+
+    @property
+    def waits(self) -> bool:
+        """True while the trajectory needs no generator: its tool, its environment or its agent works."""
+        return not (self.generates or self.finished)
 
     def begin_call(self, generator: str) -> None:
         """Note the generator of a new call; a stop request concerned the call before."""

@@ -147,19 +147,20 @@ class Caller:
         """
         goal = active.token_count + budget
         durable = durable and save is not None
-        while active.token_count < goal:
-            if save is not None:
-                await save(active)
-            slot = await self._generators.acquire(active, pinned_version, unserved_seconds=unserved_seconds)
-            with slot:
-                end = self._end_of_call(slot, goal) if durable else goal
-                reason = await self._call(slot, end, params, save, durable)
-            if active.failed_calls >= MOST_FAILED_CALLS:
-                raise EngineError(f"{active.failed_calls} generation calls in a row failed without a token")
-            if reason is FinishReason.LENGTH and active.token_count == end < goal:
-                await self._rest(active)
-            elif reason in (FinishReason.STOP, FinishReason.LENGTH):
-                return reason
+        with active.generation():
+            while active.token_count < goal:
+                if save is not None:
+                    await save(active)
+                slot = await self._generators.acquire(active, pinned_version, unserved_seconds=unserved_seconds)
+                with slot:
+                    end = self._end_of_call(slot, goal) if durable else goal
+                    reason = await self._call(slot, end, params, save, durable)
+                if active.failed_calls >= MOST_FAILED_CALLS:
+                    raise EngineError(f"{active.failed_calls} generation calls in a row failed without a token")
+                if reason is FinishReason.LENGTH and active.token_count == end < goal:
+                    await self._rest(active)
+                elif reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    return reason
         return FinishReason.LENGTH
 
     def _end_of_call(self, slot: GeneratorSlot, goal: int) -> int:

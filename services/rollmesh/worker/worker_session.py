@@ -67,7 +67,7 @@ class WorkerSession:
     async def open(self) -> None:
         """Open the first session."""
         self._session = await self._sessions.open(*self._worker)
-        self._server = await self._sessions.heartbeat(self._session)
+        self._server = await self._heartbeat(self._session)
 
     async def close(self) -> None:
         """Close the session; the queue releases the remaining leases."""
@@ -81,7 +81,7 @@ class WorkerSession:
             started = time.monotonic()
             session = self._session
             try:
-                server = await self._sessions.heartbeat(session)
+                server = await self._heartbeat(session)
                 if server != self._server:
                     await self.recover(session, server, beat=beat)
                 else:
@@ -111,7 +111,7 @@ class WorkerSession:
 
     async def confirm(self) -> None:
         """Check that the session is valid, and recover it if not; call it after a rejected write."""
-        server = await self.call(self._sessions.heartbeat)
+        server = await self.call(self._heartbeat)
         if server != self._server:
             await self.recover(self._session, server)
 
@@ -125,6 +125,9 @@ class WorkerSession:
                 self._metrics.sessions_lost.inc()
                 session = await self._retry(lambda: self._sessions.open(*self._worker), self._waiting)
             await self._retry(lambda: self._register(session), self._waiting)
+
+    async def _heartbeat(self, session: str) -> str:
+        return await self._sessions.heartbeat(session, sum(active.waits for active in self.trajectories.values()))
 
     async def _compare(self, session: str, beat: Beat) -> None:
         """Register all trajectories again if the queue disagrees about one at two heartbeats in a row.
@@ -169,7 +172,7 @@ class WorkerSession:
             session = await self._sessions.open(*self._worker)
             answers = await self._sessions.reregister(session, held_tokens, *self._worker)
         try:
-            self._server = await self._sessions.heartbeat(session)
+            self._server = await self._heartbeat(session)
         except SessionLost as error:
             raise StoreUnavailable("Redis came back again during the registration; retry") from error
         self._session = session

@@ -110,6 +110,37 @@ async def test_an_agent_that_does_not_wait_gets_a_prompt_that_is_there_or_the_re
         assert (await no_wait()).status_code == 201
 
 
+async def test_agents_that_wait_for_their_tools_leave_the_pool_to_others_up_to_the_bound(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"pool_size": 1}, rollout={"most_waiting": 2})
+
+    async def waiting() -> int:
+        return (await mesh.store.mesh.view(groups=False)).waiting
+
+    async with mesh.api() as api, http_of(api) as http:
+        agents: list[Agent] = []
+        for _ in range(3):
+            agents.append(await Agent.open(api, http))
+            await agents[-1].turn()
+            await mesh.until("all of them wait for tools", lambda: above(waiting(), len(agents) - 1))
+        full = await http.post("/sessions", json={"wait_seconds": 1})
+        assert full.status_code == 429
+        assert (
+            "the pool is full: sessions hold 3 of 3 trajectories: the pool of 1, and beyond it 2 of the 3 that are "
+            "between two calls (rollout.most_waiting=2)"
+        ) in full.json()["error"]["message"]
+        await asyncio.gather(*(agent.turn() for agent in agents))  # all return at once, and none is refused
+        assert (await mesh.store.mesh.view(groups=False)).leased == 3
+        answer = await http.post(f"/sessions/{agents[0].id}/reward", json={"reward": 1.0})
+        assert answer.status_code == 200, answer.text
+        agents.append(await Agent.open(api, http))
+        for agent in agents:
+            await agent.aclose()
+    view = await mesh.store.mesh.view(groups=False)
+    assert (view.leased, view.waiting) == (0, 0), "the service has closed its worker session"
+
+
 async def test_an_agent_that_does_not_wait_gets_a_prompt_although_requests_to_the_queue_fail_at_first(
     make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

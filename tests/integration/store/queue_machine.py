@@ -32,7 +32,7 @@ from .stored_keys import read_truth
 ATTEMPTS = 2
 SERVER_TOTALS = {"recoveries", "reaped_sessions_total", "reasserted_groups_total"}
 """Lifetime counters of what the model leaves to the store."""
-FORGOTTEN = ("append", "restart", "release", "lease", "finish", "begin_again", "set_aside", "recall")
+FORGOTTEN = ("append", "restart", "release", "lease", "report_waiting", "finish", "begin_again", "set_aside", "recall")
 """Steps that Redis may forget: of the workers, and of the leader with groups that begin again."""
 MEASURED = {"ready_seconds": 100.0, "update_seconds": 100.0, "ready_updates": 1.0}
 """Measured times, with the error that the real time of the steps may make; whole updates may be one more or less."""
@@ -45,6 +45,8 @@ class QueueMachine(QueueWorkers):
     outcomes: list[PromptOutcome]
     """Outcomes in the newest batch file."""
     rollbacks = 0
+    beyond_pool = 0
+    """Leases beyond a full pool."""
 
     @initialize(
         filtering=st.booleans(),
@@ -102,10 +104,11 @@ class QueueMachine(QueueWorkers):
             known["plan"] = plan
             self.model.admit(g.group_id, needed, spare=spare, prompt_bytes=size, prompt_id=g.prompt.prompt_id, **known)
 
-    @rule(pool=st.integers(1, 8), paused=st.sampled_from([False, False, False, True]))
-    def set_pool(self, pool: int, paused: bool) -> None:
+    @rule(pool=st.integers(1, 8), paused=st.sampled_from([False, False, False, True]), most_waiting=st.integers(0, 3))
+    def set_pool(self, pool: int, paused: bool, most_waiting: int = 0) -> None:
         desired = Desired(
             pool_size=pool,
+            most_waiting=most_waiting,
             paused=paused,
             interrupt_below_version=pool,
             start_at_version=max(0, self.model.policy_version - pool),
@@ -116,6 +119,16 @@ class QueueMachine(QueueWorkers):
         blocked_by = f"due {pool}" if pool % 2 else ""
         self.model.set_desired(desired, blocked_by)
         self.do(self.store.leadership.set_desired(self.leader, desired, blocked_by))
+
+    @rule(pick=PICK, most_waiting=st.integers(0, 3), waiting=st.integers(0, 3))
+    def lease_beyond_a_full_pool(self, pick: int, most_waiting: int, waiting: int) -> None:
+        """Lease in a pool that is full, while trajectories of the same worker wait for their tools."""
+        if not self.ids("pending", "partial") and self.model.admitted_unconsumed < 8:
+            self.admit(2, 2, 0)
+        self.set_pool(max(1, self.model.leased), False, most_waiting)
+        self.report_waiting(pick, waiting)
+        self.lease(pick, 4)
+        self.beyond_pool += self.model.leased > self.model.desired.pool_size
 
     @rule(pick=PICK)
     def evict(self, pick: int) -> None:
@@ -295,6 +308,7 @@ class QueueMachine(QueueWorkers):
             "restart": lambda: self.restart(pick),
             "release": lambda: self.release(pick, ReleaseReason.FAILED),
             "lease": lambda: self.lease(pick, limit=2),
+            "report_waiting": lambda: self.report_waiting(pick, waiting=pick % 4),
             "finish": lambda: self.finish(pick, tokens=1),
             "begin_again": lambda: self.begin_again(pick, aside=False),
             "set_aside": lambda: self.begin_again(pick, aside=True),
@@ -446,6 +460,8 @@ DRAWS: dict[str, Callable[[random.Random], Any]] = {
     "shape": lambda rng: rng.choice(["none", "rewards", "kept"]),
     "pool": lambda rng: rng.randint(2, 8),
     "paused": lambda rng: rng.random() < 0.2,
+    "most_waiting": lambda rng: rng.randint(0, 3),
+    "waiting": lambda rng: rng.randint(0, 3),
     "aside": lambda rng: rng.random() < 0.4,
     "limit": lambda rng: rng.randint(1, 4),
     "tokens": lambda rng: rng.randint(1, 5),

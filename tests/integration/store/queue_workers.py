@@ -89,6 +89,14 @@ class QueueWorkers(RuleBasedStateMachine):
         self.sessions.append(session)
         return session
 
+    @rule(pick=PICK, waiting=st.integers(0, 3))
+    def report_waiting(self, pick: int, waiting: int) -> None:
+        if self.sessions:
+            session = self.sessions[pick % len(self.sessions)]
+            for _ in range(2):
+                self.do(self.store.sessions.heartbeat(session, waiting))
+            self.model.heartbeat(session, waiting)
+
     @rule(pick=PICK, limit=st.integers(1, 4))
     def lease(self, pick: int, limit: int) -> None:
         if self.sessions:

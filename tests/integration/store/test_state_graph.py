@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a walk is half a mi
 WALK = {
     0.4: "roll_back",
     1: "set_pool evict change_leader publish restart fork lose_the_last_upload lose_worker redis_restarts",
-    2: "recall open_worker fail take_over_scoring stall wake let_time_pass redis_forgets",
-    3: "extend whole_step release",
+    2: "recall report_waiting open_worker fail take_over_scoring stall wake let_time_pass redis_forgets",
+    3: "extend whole_step release lease_beyond_a_full_pool",
     4: "admit begin_again cut complete rest",
     5: "close",
     6: "claim train lease",
@@ -43,6 +43,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         assert min(machine.registered[True], machine.registered[False]) >= 5, machine.registered
         assert min(machine.decided[kind] for kind in ("extended", "none", "rewards", "kept")) >= 3, machine.decided
         assert machine.rested >= 5, machine.rested
+        assert machine.beyond_pool >= 5, machine.beyond_pool
         assert None not in (machine.model.times.ready_updates, machine.model.times.update_seconds)
         assert min(machine.begun_again[True], machine.begun_again[False], machine.recalled) >= 3, machine.begun_again
     finally:

@@ -267,6 +267,17 @@ def test_what_the_last_batch_leaves_over_ends_as_run_complete():
     assert decisions.admit_groups == 0
 
 
+def test_groups_open_for_as_many_rollouts_as_wait_for_their_tools_up_to_the_bound():
+    rules = replace(schedule("copris", pool_size=4), most_waiting=4)
+    desired = decide(rules, view()).desired
+    assert (desired.pool_size, desired.most_waiting) == (4, 4)
+    # ceil(N'/n) + B groups of work with n = B = 2; three are open, with six members in tools.
+    opened = [group(at, 0) for at in range(3)]
+    admitted = [decide(rules, view(opened=opened, waiting=n, desired=desired)).admit_groups for n in (0, 1, 2, 4, 6)]
+    assert admitted == [1, 2, 2, 3, 3]
+    assert decide(rules, view(opened=opened, waiting=6)).admit_groups == 1, "before the leader has written the bound"
+
+
 def test_no_more_groups_open_than_the_remaining_steps_need_and_the_pool_holds():
     assert decide(schedule("sync", train_steps=1), view(in_training=0)).admit_groups == 2
     seen = at_step(8, opened=[group(0, 8), group(1, 8)], unfinished=2)

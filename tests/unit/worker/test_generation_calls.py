@@ -153,6 +153,22 @@ async def test_everything_is_saved_before_the_next_call_begins(
     assert all(count <= PROMPT + held.saved_token_count for count in durable)
 
 
+async def test_a_trajectory_waits_for_its_tool_but_not_between_the_calls_of_one_answer() -> None:
+    held, waits = make_held(), list[bool]()
+    caller = await make_caller(Generator([(3, FinishReason.INTERRUPTED)], held), 8)
+
+    async def look(held: ActiveTrajectory) -> None:
+        waits.append(held.waits)
+        await save(held)
+
+    assert held.waits
+    await caller.sample(held, 8, SamplingParams(), save=look)
+    assert len(waits) >= 2 and not any(waits)
+    assert held.waits
+    held.finish_reason = FinishReason.LENGTH
+    assert not held.waits, "a finished trajectory is not in the pool"
+
+
 @given(partial_save_tokens=st.integers(1, 8192))
 def test_a_generator_may_be_ahead_by_partial_save_tokens_and_has_two_chunks_of_them(partial_save_tokens: int) -> None:
     limits = SaveLimits.of(partial_save_tokens)

@@ -29,7 +29,7 @@ class Outage:
             self.left -= 1
             raise StoreUnavailable("away")
 
-    async def heartbeat(self, _session: str) -> str:
+    async def heartbeat(self, _session: str, _waiting: int = 0) -> str:
         self._attempt()
         return "server"
 
@@ -102,7 +102,7 @@ class Restarts(Outage):
         self.known.add(f"session-{self.opened}")
         return f"session-{self.opened}"
 
-    async def heartbeat(self, session: str) -> str:
+    async def heartbeat(self, session: str, _waiting: int = 0) -> str:
         if self.restarts:
             self.restarts -= 1
             self.known.clear()
@@ -132,7 +132,7 @@ async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_tha
     session = session_with(store, 0.0)
     await session.open()
 
-    async def never(_session: str) -> str:
+    async def never(_session: str, _waiting: int = 0) -> str:
         stuck.set()
         await asyncio.Event().wait()
         raise AssertionError("unreachable")

@@ -53,6 +53,7 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
             partial=len(self.partial),
             resting=len(self.resting),
             leased=counts[TrajectoryState.LEASED],
+            waiting=self.waiting.total(),
             finished=counts[TrajectoryState.FINISHED],
             memory_ratio=expected / self.max_memory_bytes if self.max_memory_bytes else 0.0,
             used_memory_bytes=self.used_memory_bytes,

@@ -77,6 +77,8 @@ class QueueState:
         self._queues = dict(zip(_WAITING, (self.pending, self.partial, self.resting), strict=True))
         self.held: dict[str, set[str]] = {}
         """Leased and finished trajectories by worker session."""
+        self.waiting: Counter[str] = Counter()
+        """Trajectories between two calls of a generator by worker session, as of its last heartbeat."""
         # Counters.
         self.counts: Counter[TrajectoryState] = Counter()
         """Members by state, those of half-deleted groups included; without those that wait."""
@@ -119,6 +121,11 @@ class QueueState:
     def leased(self) -> int:
         """Number of leased trajectories."""
         return self.counts[TrajectoryState.LEASED]
+
+    @property
+    def leasable(self) -> int:
+        """Number of trajectories that may be leased at once: the pool, and beyond it as many as wait, up to a bound."""
+        return self.desired.pool_size + min(self.waiting.total(), self.desired.most_waiting)
 
     @property
     def is_paused(self) -> bool:

@@ -23,8 +23,14 @@ class WorkerOperations(QueueState):
         """Open a worker session under a name that no other session has had."""
         self.held[session] = set()
 
+    def heartbeat(self, session: str, waiting: int) -> None:
+        """Note how many trajectories of a session wait between two calls of a generator."""
+        self._session(session)
+        self.waiting[session] = waiting
+
     def close_session(self, session: str, *, free_attempt: bool) -> None:
         """Close a session and give back what it holds; the attempts count unless ``free_attempt``."""
+        del self.waiting[session]
         for trajectory_id in self.held.pop(session, set()):
             self._give_back(self.members[trajectory_id], free_attempt)
 
@@ -37,7 +43,7 @@ class WorkerOperations(QueueState):
         leased: list[ModelMember] = []
         if self.recovering or self.is_paused:
             return leased
-        room = min(limit, self.desired.pool_size - self.leased)
+        room = min(limit, self.leasable - self.leased)
         burials = 1 if room > 0 and self._wake() else self.most_burials
         burials -= self._lease_from(self.partial, session, room, burials, leased)
         room = min(room, len(leased) + (limit if most_new is None else most_new))
@@ -218,7 +224,7 @@ class WorkerOperations(QueueState):
             return ForkStatus.LOST, None
         if self.recovering or self.is_paused:
             return ForkStatus.PAUSED, None
-        if self.leased >= self.desired.pool_size:
+        if self.leased >= self.leasable:
             return ForkStatus.POOL_FULL, None
         if self.is_gone(parent.group):
             return ForkStatus.LOST, None
@@ -271,7 +277,7 @@ class WorkerOperations(QueueState):
             member.session = session
         elif (
             any(name in queue for queue in (self.pending, self.partial, self.resting))
-            and self.leased < self.desired.pool_size
+            and self.leased < self.desired.pool_size + self.desired.most_waiting
         ):
             member.attempts = max(1, member.attempts)
             self._take(member, session)

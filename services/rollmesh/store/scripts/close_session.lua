@@ -2,6 +2,7 @@
 -- Closes a session and releases a slice of its trajectories. ARGV: session, slice size, '1' when attempts do not count.
 -- Returns the number of released trajectories; 0 means that none is left.
 if call('ZREM', K.sessions, ARGV[1]) == 1 then call('SADD', K.closing, ARGV[1]) end
+set_waiting(ARGV[1], 0)
 local ids = call('SRANDMEMBER', held_key(ARGV[1]), ARGV[2])
 for _, id in ipairs(ids) do give_back(id, ARGV[3] == '1') end
 if #ids > 0 then call('SREM', held_key(ARGV[1]), unpack(ids)) end

@@ -1,7 +1,7 @@
 #!lua
 -- Adds a member to the group of a held trajectory and leases it to the same session: its agent continues with a context
--- that the trajectory does not contain. A group has at most `most_members` members, replacements included, and the pool at
--- most pool_size. ARGV: session, trajectory, nonce.
+-- that the trajectory does not contain. A group has at most `most_members` members, replacements included, and it needs
+-- room in the pool (lib/pool.lua). ARGV: session, trajectory, nonce.
 -- Returns a map: `status`, and of a new member `id`, `birth`, `incarnation` and `since`, the time of its lease in ms,
 -- and in a run with a history `prompt`, the record of its prompt. A retry with the same nonce gets the same member, also
 -- one that has returned to the queue meanwhile and waits for its first token.
@@ -21,11 +21,9 @@ if earlier then
 end
 if recovering() then return {map = {status = 'paused'}} end
 local meta = call('HMGET', K.meta, 'user_paused', 'policy_version', 'launcher_paused')
-local desired = call('HMGET', K.desired, 'pool_size', 'paused')
-if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return {map = {status = 'paused'}} end
-if tonumber(call('HGET', K.counts, 'leased') or '0') >= tonumber(desired[1] or '0') then
-  return {map = {status = 'pool_full'}}
-end
+local paused = call('HGET', K.desired, 'paused')
+if meta[1] == '1' or meta[3] == '1' or paused == '1' then return {map = {status = 'paused'}} end
+if tonumber(call('HGET', K.counts, 'leased') or '0') >= leasable() then return {map = {status = 'pool_full'}} end
 local group = load_group(group_of(parent))
 if not group then return {map = {status = 'lost'}} end
 local waits = earlier and call('ZSCORE', K.pending, earlier)

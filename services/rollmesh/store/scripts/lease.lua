@@ -1,8 +1,9 @@
 #!lua
--- pending | partial | resting -> leased, at most pool_size over the whole mesh: partial trajectories in the resume order
--- of the run, by default those of the oldest group first, among them those that rested long enough; then pending ones in
--- its start order (lib/places.lua). A partial one of an agent's session stays, with its place in the pool, while another
--- worker session may still hold or return trajectories of that session: one process continues all of them.
+-- pending | partial | resting -> leased, within the pool of the whole mesh (lib/pool.lua): partial trajectories in the
+-- resume order of the run, by default those of the oldest group first, among them those that rested long enough; then
+-- pending ones in its start order (lib/places.lua). A partial one of an agent's session stays, with its place in the
+-- pool, while another worker session may still hold or return trajectories of that session: one process continues all
+-- of them.
 -- ARGV: session, nonce, limit, maximum number of pending ones among them.
 -- Returns JSON, one object per trajectory; a retry with the same nonce gets the same reply. `since` is the time of the
 -- first lease in ms, `plan` the plan of its round in a run with rounds, `prompt` the record of its prompt in a run with a
@@ -13,9 +14,9 @@ local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
 if before[1] == ARGV[2] then return before[2] end
 if recovering() then return '[]' end
 local meta = call('HMGET', K.meta, 'user_paused', 'policy_version', 'launcher_paused')
-local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'rest_before_step')
-if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return '[]' end
-local free = tonumber(desired[1] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
+local desired = call('HMGET', K.desired, 'paused', 'rest_before_step')
+if meta[1] == '1' or meta[3] == '1' or desired[1] == '1' then return '[]' end
+local free = leasable() - tonumber(call('HGET', K.counts, 'leased') or '0')
 local room = math.min(tonumber(ARGV[3]), free)
 local most_new = tonumber(ARGV[4] or ARGV[3])
 local limits = call('HMGET', K.limits, 'max_attempts', 'has_rounds')
@@ -80,7 +81,7 @@ end
 -- many as a call may lease. Each of them may touch two keys, so a call that wakes one buries at most one.
 local MOST_WOKEN = 64
 local function wake()
-  local before = '(' .. (desired[3] or '0')
+  local before = '(' .. (desired[2] or '0')
   for _, id in ipairs(call('ZRANGEBYSCORE', K.resting, '-inf', before, 'LIMIT', 0, MOST_WOKEN)) do
     call('ZREM', K.resting, id)
     local group, tokens = load_group(group_of(id)), call('HGET', trajectory_key(id), 'tokens')

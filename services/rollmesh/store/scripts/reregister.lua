@@ -36,7 +36,9 @@ end
 call('HDEL', session_key(session), 'lease_nonce', 'scoring_nonce')
 flush_counts()
 
-local free = tonumber(call('HGET', K.desired, 'pool_size') or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
+-- Of those leased while others waited, all may be in a call by now.
+local desired = call('HMGET', K.desired, 'pool_size', 'most_waiting')
+local free = tonumber(desired[1] or '0') + tonumber(desired[2] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
 local taken, reply = 0, {}
 local birth = math.max(0, tonumber(call('HGET', K.meta, 'policy_version')))
 

@@ -10,9 +10,9 @@ local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
   'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to', 'failure',
   'failure_leader', 'leader', 'launcher_paused', 'recalled_for', 'recalled', 'ready_ms', 'update_ms',
-  'ready_updates', 'pinned', 'pin_instance')
+  'ready_updates', 'pinned', 'pin_instance', 'waiting')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'interrupt_below_version', 'reason', 'start_at_version',
-  'waiting_for', 'rest_before_step', 'cache_pool')
+  'waiting_for', 'rest_before_step', 'cache_pool', 'most_waiting')
 local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total',
   'prompt_bytes_total', 'prompts_total')
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
@@ -93,6 +93,7 @@ return {map = {
   trained_step = meta[1], cut_step = meta[2], policy_version = meta[3], policy_train_step = meta[4],
   admitted_groups = open_count + ready_count + cut_count, open_groups = open_count, ready_groups = ready_count,
   pending = pending, partial = partial, resting = resting, leased = counts[1] or '0', finished = counts[2] or '0',
+  waiting = meta[21] or '0',
   filtered_in_a_row = meta[5], unscored_in_a_row = meta[8] or '0', blocked_since = meta[6] or '',
   user_paused = meta[7] or '0', rolling_back = meta[9] and '1' or '0', launcher_paused = meta[13] or '0',
   failure = meta[10] and meta[11] == meta[12] and meta[10] or '',
@@ -102,8 +103,8 @@ return {map = {
   pinned_instance = instance,
   pool_size = desired[1] or '0', paused = desired[2] or '0', interrupt_below_version = desired[3] or '0',
   reason = desired[4] or '', start_at_version = desired[5] or '0', waiting_for = desired[6] or '',
-  rest_before_step = desired[7] or '0', cache_pool = desired[8] or '', ready_ms = meta[16] or '',
-  update_ms = meta[17] or '', ready_updates = meta[18] or '',
+  rest_before_step = desired[7] or '0', cache_pool = desired[8] or '', most_waiting = desired[9] or '0',
+  ready_ms = meta[16] or '', update_ms = meta[17] or '', ready_updates = meta[18] or '',
   settings = call('HGETALL', K.settings), ready = ready, open = open, unclaimed = unclaimed,
   undecided_groups = call('ZCARD', K.undecided), aside_groups = call('ZCARD', K.aside), recalled_groups = recalled,
   aside = bound > 0 and call('ZRANGE', K.aside, 0, bound - 1) or {},
