@@ -91,8 +91,7 @@ class ActiveTrajectory:
         """True once the worker has ended its work on the trajectory."""
         self.span: Span = NOTHING
         """Span of this lease in the trajectory's trace."""
-        self._digest = TokenDigest()
-        """Digest of the prefix requested last; the next request usually extends it by a few tokens."""
+        self._digest = TokenDigest()  # of the prefix requested last, which the next request usually extends a little
         self._start_floor = self._call_floor = 0
         self._lost = ""
         self._observer: Callable[[ActiveTrajectory], None] | None = None
