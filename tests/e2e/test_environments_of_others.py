@@ -96,5 +96,4 @@ def test_an_openenv_server_trains_and_its_death_costs_episodes_alone(small_run, 
         until(lambda: line.steps[-1] == 6, "the last step", process)
         end(process)
         assert process.returncode == 0
-    assert "CLOSED" in log.read_text(), "an episode was under way"
     assert_trained(line)
