@@ -86,8 +86,6 @@ async def test_a_stream_tells_what_the_whole_answer_says(make_mesh: Callable[...
         assert len([p for p in pieces if p]) > 1, "the beginning is told before the end is known"
         assert reason == whole.choices[0].finish_reason
         assert usage.total_tokens == whole.usage.total_tokens
-        # The second call of the same context computes its last token only: that one is the input of its first step.
-        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
         assert logprobs == pytest.approx([t.logprob for t in whole.choices[0].logprobs.content])  # type: ignore[union-attr]
 
         text = whole.choices[0].message.content or ""
