@@ -71,9 +71,8 @@ class QueueState:
         self.times = ModelTimes(limits.groups_per_batch)
         # Members.
         self.members: dict[str, ModelMember] = {}
-        self.pending, self.partial, self.scoring = ScoredSet(), ScoredSet(), ScoredSet()
-        self.resting = ScoredSet()
-        """Partial trajectories that wait for a newer policy, by the train step of the policy of their newest tokens."""
+        self.pending, self.partial, self.scoring, self.resting = (ScoredSet() for _ in range(4))
+        """Resting: partial ones, waiting for a newer policy, by the train step of the policy of their newest tokens."""
         self._queues = dict(zip(_WAITING, (self.pending, self.partial, self.resting), strict=True))
         self.held: dict[str, set[str]] = {}
         """Leased and finished trajectories by worker session."""
