@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -194,9 +194,16 @@ def naming_full_disk(folder: Path, item: str) -> Iterator[None]:
 
 def disk_full_error(folder: Path, item: str, error: BaseException) -> CheckpointError:
     """Return the error for a write of ``item`` on a full disk, with the folder and the number of free bytes."""
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    free = _free_bytes(folder)
     cause = (str(error).splitlines() or [type(error).__name__])[-1]
     return CheckpointError(
         f"{folder}: disk full while writing {item}, {free} bytes free ({cause})", reason=Reason.DISK_FULL
     )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk that holds ``folder``, which another rank may remove meanwhile."""
+    for existing in (folder, *folder.parents):
+        with suppress(FileNotFoundError):
+            return shutil.disk_usage(existing).free
+    raise FileNotFoundError(folder)

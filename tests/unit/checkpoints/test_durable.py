@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollmesh.checkpoints.bucket import open_checkpoints
-from rollmesh.checkpoints.durable import remove_tree
+from rollmesh.checkpoints.durable import disk_full_error, remove_tree
 from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE, lineage, run_secret, seal, sealed
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
@@ -56,6 +58,21 @@ def test_files_that_another_process_has_deleted_are_no_error(folder: Path, monke
     remove_tree(folder)
     assert not folder.exists()
     remove_tree(folder, first=["COMMITTED"])
+
+
+def test_a_full_disk_is_told_though_another_rank_removes_the_folder_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage
+
+    def remove_first(path: Path) -> Any:
+        if path == folder:
+            remove_tree(folder)
+        return usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", remove_first)
+    told = disk_full_error(folder, "a trainer state", OSError(errno.ENOSPC, "no space"))
+    assert not folder.exists() and re.search(r"disk full while writing a trainer state, \d+ bytes free", str(told))
 
 
 def test_all_services_of_a_run_find_the_same_secret_in_any_order(tmp_path: Path) -> None:
