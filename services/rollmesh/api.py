@@ -122,6 +122,7 @@ class Sampler(AbstractContextManager["Sampler"]):
                 policy_version=chunk.policy_version,
                 kv_min_version=chunk.kv_min_version,
                 temperature=sampling.temperature,
+                kept_sets=chunk.kept_sets,
             )
             for chunk in chunks
         ]

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from rollmesh.kept_sets import join_sets, slice_sets
 from rollmesh.types import Group, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
 
 
@@ -21,6 +22,7 @@ def slice_segment(segment: Segment, start: int, end: int | None = None) -> Segme
         segment,
         token_ids=segment.token_ids[start:end],
         behavior_logprobs=None if logprobs is None else logprobs[start:end],
+        kept_sets=None if segment.kept_sets is None else slice_sets(segment.kept_sets, start, end),
     )
 
 
@@ -43,7 +45,7 @@ def sampled_count(segments: Iterable[Segment]) -> int:
 
 
 def join_segments(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Merge adjacent segments with the same source, versions and temperature, in order.
+    """Merge adjacent segments with the same source, versions, temperature and columns, in order.
 
     Tokens arrive in chunks of a few dozen. A merged segment has all consecutive tokens of one policy version, with one
     oldest KV version and one temperature, or all consecutive tokens of the environment.
@@ -58,8 +60,8 @@ def join_group(group: Group) -> Group:
 
 
 def _merge_key(segment: Segment) -> tuple[object, ...]:
-    has_logprobs = segment.behavior_logprobs is not None
-    return (segment.source, segment.policy_version, segment.kv_min_version, segment.temperature, has_logprobs)
+    columns = (segment.behavior_logprobs is not None, segment.kept_sets is not None)
+    return (segment.source, segment.policy_version, segment.kv_min_version, segment.temperature, columns)
 
 
 def _merge(run: Sequence[Segment]) -> Segment:
@@ -70,6 +72,7 @@ def _merge(run: Sequence[Segment]) -> Segment:
         run[0],
         token_ids=np.concatenate([segment.token_ids for segment in run]),
         behavior_logprobs=np.concatenate(logprobs) if logprobs else None,
+        kept_sets=join_sets((len(segment), segment.kept_sets) for segment in run),
     )
 
 

@@ -124,6 +124,17 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSets:
+    """Sets of tokens that truncated sampling kept, one per token; a token was drawn from its own set."""
+
+    counts: Int32Array  # [tokens], size of each set; 0 where a token was drawn from the full vocabulary, or not drawn
+    ids: Int32Array  # [sum of counts], the sets one after another, each ascending
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Contiguous tokens of one policy version or of the environment."""
 
@@ -134,6 +145,8 @@ class Segment:
     """Oldest policy version whose KV cache was used; equals ``policy_version`` in a pure segment."""
     source: SegmentSource = SegmentSource.POLICY
     temperature: float = 1.0
+    kept_sets: KeptSets | None = None
+    """Sets over which the log-probabilities are normalised; None for the full vocabulary."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -188,6 +201,8 @@ class Chunk:
     kv_min_version: int
     finish_reason: FinishReason | None = None
     cached_token_count: int = 0
+    kept_sets: KeptSets | None = None
+    """Sets over which the log-probabilities are normalised, of a call that asks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

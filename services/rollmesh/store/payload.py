@@ -21,7 +21,7 @@ INLINE_LIMIT_BYTES = 64 * 1024
 UPLOAD_SECONDS = 600
 """Expiry of an upload that no script has linked."""
 LINK_MARK = b"@"
-"""First byte of a list element that names a chunk key; no protobuf Segment starts with it (field numbers below 8)."""
+"""First byte of a list element that names a chunk key; no protobuf Segment starts with it, a tag of field 8."""
 
 _CACHED_PROMPTS = 512
 _INT32 = np.dtype("<i4")

@@ -15,12 +15,14 @@ import numpy.typing as npt
 from google.protobuf import json_format, struct_pb2
 
 from rollmesh.errors import DataError
+from rollmesh.kept_sets import check_sets, pack_sets, unpack_sets
 from rollmesh.types import (
     Batch,
     FinishReason,
     Float32Array,
     Group,
     Int32Array,
+    KeptSets,
     OutcomeKind,
     Prompt,
     RewardOutcome,
@@ -124,6 +126,8 @@ def segment_to_pb(segment: Segment) -> pb.Segment:
     _fill_tensor(message.token_ids, segment.token_ids)
     if segment.behavior_logprobs is not None:
         _fill_tensor(message.behavior_logprobs, segment.behavior_logprobs)
+    if segment.kept_sets is not None:
+        message.kept_sets = pack_sets(segment.kept_sets)
     return message
 
 
@@ -138,8 +142,18 @@ def segment_from_pb(message: pb.Segment) -> Segment:
         logprobs = floats_from_pb(message.behavior_logprobs, "segment.behavior_logprobs")
         if len(logprobs) != len(ids):
             raise DataError(f"segment: {len(ids)} token_ids but {len(logprobs)} behavior_logprobs")
+    sets = kept_sets_from_pb(message.kept_sets, ids)
     same = same_fields(message, _SEGMENT_FIELDS)
-    return Segment(token_ids=ids, behavior_logprobs=logprobs, source=source, **same)
+    return Segment(token_ids=ids, behavior_logprobs=logprobs, source=source, kept_sets=sets, **same)
+
+
+def kept_sets_from_pb(data: bytes, token_ids: Int32Array) -> KeptSets | None:
+    """Decode the kept sets of these tokens; no bytes are None, DataError if a set is no set of its token."""
+    if not data:
+        return None
+    sets = unpack_sets(data, len(token_ids))
+    check_sets(sets, token_ids)
+    return sets
 
 
 def prompt_to_pb(prompt: Prompt) -> pb.Prompt:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import grpc.aio
 
 from rollmesh.errors import DataError, EngineError, GenerationRefused
+from rollmesh.kept_sets import pack_sets
 from rollmesh.types import Chunk, GenerationCall, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.wire.codec import (
@@ -14,6 +15,7 @@ from rollmesh.wire.codec import (
     finish_to_pb,
     floats_from_pb,
     ids_from_pb,
+    kept_sets_from_pb,
     same_fields,
     sampling_from_pb,
     sampling_to_pb,
@@ -97,17 +99,20 @@ def chunk_to_pb(chunk: Chunk) -> pb.GenerateResponse:
         token_ids=tensor_to_pb(chunk.token_ids),
         behavior_logprobs=tensor_to_pb(chunk.behavior_logprobs),
         finish_reason=finish_to_pb(chunk.finish_reason),
+        kept_sets=b"" if chunk.kept_sets is None else pack_sets(chunk.kept_sets),
     )
 
 
 def chunk_from_pb(response: pb.GenerateResponse) -> Chunk:
     """Decode a chunk; EngineError if the message is malformed."""
     try:
+        token_ids = ids_from_pb(response.token_ids)
         return Chunk(
             **same_fields(response, _CHUNK_FIELDS),
-            token_ids=ids_from_pb(response.token_ids),
+            token_ids=token_ids,
             behavior_logprobs=floats_from_pb(response.behavior_logprobs),
             finish_reason=finish_from_pb(response.finish_reason),
+            kept_sets=kept_sets_from_pb(response.kept_sets, token_ids),
         )
     except DataError as error:
         raise EngineError(f"the generator sent a malformed chunk: {error}") from error

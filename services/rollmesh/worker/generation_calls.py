@@ -304,6 +304,7 @@ class Caller:
                 policy_version=chunk.policy_version,
                 kv_min_version=chunk.kv_min_version,
                 temperature=params.temperature,
+                kept_sets=chunk.kept_sets,
             )
         )
         slot.grow(len(chunk.token_ids))

@@ -19,6 +19,7 @@ from rollmesh.types import (
     FinishReason,
     GenerationCall,
     Group,
+    KeptSets,
     OutcomeKind,
     Prompt,
     RewardOutcome,
@@ -56,6 +57,7 @@ def segments(draw: st.DrawFn) -> Segment:
     ids = np.array(draw(st.lists(int32, max_size=20)), np.int32)
     policy = draw(st.booleans())
     logprobs = np.array(draw(st.lists(floats, min_size=len(ids), max_size=len(ids))), np.float32) if policy else None
+    truncated = policy and bool((ids >= 0).all()) and draw(st.booleans())
     return Segment(
         token_ids=ids,
         behavior_logprobs=logprobs,
@@ -63,6 +65,7 @@ def segments(draw: st.DrawFn) -> Segment:
         kv_min_version=draw(st.integers(0, 2**40)),
         source=SegmentSource.POLICY if policy else SegmentSource.ENVIRONMENT,
         temperature=draw(st.floats(0.1, 2.0)),
+        kept_sets=KeptSets(counts=np.ones(len(ids), np.int32), ids=ids) if truncated else None,
     )
 
 
@@ -186,8 +189,12 @@ def test_a_call_and_its_need_survive_the_wire(pinned):
     assert (request.instance_id, found, plain(call)) == ("me", need, plain(CALL))
 
 
+SETS = KeptSets(counts=np.array([2, 0], np.int32), ids=np.array([1, 9], np.int32))
+
+
+@pytest.mark.parametrize("sets", [None, SETS])
 @pytest.mark.parametrize("reason", [None, FinishReason.STOP, FinishReason.INTERRUPTED])
-def test_a_chunk_survives_the_wire(reason):
+def test_a_chunk_survives_the_wire(reason, sets):
     chunk = Chunk(
         token_ids=np.array([1, 2], np.int32),
         behavior_logprobs=np.array([-0.5, -1.5], np.float32),
@@ -195,6 +202,7 @@ def test_a_chunk_survives_the_wire(reason):
         kv_min_version=2,
         finish_reason=reason,
         cached_token_count=12,
+        kept_sets=sets,
     )
     found = chunk_from_pb(generation_service_pb2.GenerateResponse.FromString(chunk_to_pb(chunk).SerializeToString()))
     assert plain(found) == plain(chunk)
@@ -203,6 +211,17 @@ def test_a_chunk_survives_the_wire(reason):
 def test_a_malformed_chunk_is_the_generators_fault():
     with pytest.raises(EngineError, match="malformed chunk"):
         chunk_from_pb(generation_service_pb2.GenerateResponse())
+
+
+def test_a_kept_set_without_its_own_token_is_refused_in_a_chunk_and_in_a_segment():
+    sets = KeptSets(counts=np.array([2], np.int32), ids=np.array([1, 9], np.int32))
+    columns = {"token_ids": np.array([4], np.int32), "behavior_logprobs": np.zeros(1, np.float32), "kept_sets": sets}
+    chunk = Chunk(policy_version=0, kv_min_version=0, **columns)
+    with pytest.raises(EngineError, match="malformed chunk.*its token, 4"):
+        chunk_from_pb(chunk_to_pb(chunk))
+    segment = Segment(policy_version=0, kv_min_version=0, **columns)
+    with pytest.raises(DataError, match="its token, 4"):
+        codec.segment_from_pb(codec.segment_to_pb(segment))
 
 
 def test_a_request_without_tokens_names_the_field():
