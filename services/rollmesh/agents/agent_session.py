@@ -340,7 +340,13 @@ class SessionTrajectory:
 
     def _result(self) -> RolloutResult:
         reason = FinishReason(self.mark.finish_reason)
-        return RolloutResult(reason=reason, outcome=None if self.mark.ask_verifier else self.mark.outcome)
+        team = (trajectory for member in self._session.team for trajectory in member.trajectories)
+        others = (other.active for other in team if other is not self and other.active is not None)
+        return RolloutResult(
+            reason=reason,
+            outcome=None if self.mark.ask_verifier else self.mark.outcome,
+            further_tokens=sum(active.token_count for active in others),
+        )
 
     async def _wait(self, until: float | None) -> None:
         """Wait until the state changes. Do not await between a check and this call: a change would be missed."""

@@ -117,7 +117,7 @@ class RecordedCalls:
         if is_repeat and is_retry:
             return self._replay(call)
         if isinstance(match, Differs) and trajectory.turn_mark is None:
-            raise self._wrong_prompt(match.why, request.field)
+            raise self._wrong_prompt(call, match.why)
         if isinstance(match, Fits):
             return await self._next_turn(call, match)
         why = match.why if isinstance(match, Differs) else "the call repeats an answered context"
@@ -172,12 +172,16 @@ class RecordedCalls:
             turn.feed(segment)
         return turn
 
-    def _wrong_prompt(self, why: str, field: str) -> OpenAiError:
+    def _wrong_prompt(self, call: _SessionCall, why: str) -> OpenAiError:
+        if len(call.session.prompt.token_ids) > 1:
+            wanted = "with its prompt exactly as POST /v1/sessions returned it (messages, prompt or prompt_token_ids)"
+            remedy = "put text common to all agents into the data set's prompts, or set rollout.agent.contexts=free"
+        else:
+            wanted = "with the first token of its prompt (prompt_token_ids of POST /v1/sessions)"
+            remedy = "every prompt of the data set and every context begins with the same token, as of a chat template"
         return invalid(
-            "the first call of a session must begin with its prompt exactly as POST /v1/sessions returned it "
-            f"(messages, prompt or prompt_token_ids), but {why}; put text common to all agents into the data set's "
-            "prompts, or set rollout.agent.contexts=free",
-            field,
+            f"the first call of a session must begin {wanted}, but {why}; {remedy}",
+            call.request.field,
             "prompt_mismatch",
         )
 
@@ -191,7 +195,7 @@ class RecordedCalls:
         session, trajectory, rollout, request = call.session, call.trajectory, call.rollout, call.request
         match = await asyncio.to_thread(self._match_first, session.prompt.token_ids, request)
         if isinstance(match, Differs):
-            raise self._wrong_prompt(match.why, request.field)
+            raise self._wrong_prompt(call, match.why)
         self._check_room(self._budget, match.new_ids, request.field)
         mark = trajectory.turn_mark
         unwanted = is_repeat and mark is not None and not _has_answers(rollout.active.segments, mark.at)

@@ -256,7 +256,7 @@ class Evaluator:
         return EvaluationAnswer(
             prompt_index=index,
             reward=outcome.value if outcome.kind is OutcomeKind.SCORED else None,
-            token_count=active.token_count,
+            token_count=active.token_count + result.further_tokens,
             truncated=result.reason is FinishReason.LENGTH,
             policy_versions=trajectory.policy_versions,
             domain=prompt.domain,

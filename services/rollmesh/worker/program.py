@@ -25,6 +25,8 @@ class RolloutResult:
     reason: FinishReason
     outcome: RewardOutcome | None = None
     """Reward given by the program itself; None requests the verifier."""
+    further_tokens: int = 0
+    """Response tokens of the other trajectories that share the reward: those of drifted contexts and sub-agents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

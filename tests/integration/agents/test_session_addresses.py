@@ -70,6 +70,10 @@ async def test_the_key_of_a_session_opens_that_session_alone(make_mesh: Callable
         # A client that names its episodes in any case is in the session that its key or its URL names.
         both = await http.post("/chat/completions", json=body, headers={**key, "X-Session-ID": "trace 7"})
         assert both.json()["rollmesh"]["session"] == mine["id"]
+        changed = {"model": mine["model"], "messages": [{"role": "user", "content": "another task"}]}
+        named = {"X-Rollmesh-Session": other["id"]}
+        error = (await http.post("/chat/completions", json=changed, headers=named)).json()["error"]
+        assert (error["code"], "contexts=free" in error["message"]) == ("prompt_mismatch", True)
         odd = await http.post("/chat/completions", json=body, headers=[(b"X-Session-ID", "\u00e9".encode())])
         assert (odd.status_code, "printable ASCII" in odd.text) == (400, True)
 
@@ -82,6 +86,10 @@ async def test_the_first_call_opens_a_session_under_the_name_that_the_agent_give
     model, messages = mesh.config.name, [{"role": "user", "content": "what is 2 + 3?"}]
     told = {"model": model}
     async with mesh.api() as api, http_of(api) as http:
+        body = {"model": model, "prompt": "what is 2 + 3?"}
+        error = (await http.post("/completions", json=body, headers={"X-Session-ID": name})).json()["error"]
+        assert error["code"] == "prompt_mismatch" and "first token of its prompt" in error["message"]
+        assert "contexts" not in error["message"], "the agent writes the whole context already"
         async with api.client(default_headers={"X-Session-ID": name}) as client:
             first = await ask(client, told, messages)
             again = await ask(client, told, messages)
