@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf import json_format, struct_pb2
 
 from rollmesh.errors import DataError
 from rollmesh.kept_sets import check_sets, pack_sets, unpack_sets
@@ -37,8 +36,6 @@ from rollmesh.v1 import trajectory_pb2 as pb
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 _DTYPES: dict[int, np.dtype[Any]] = {pb.DTYPE_INT32: _INT32, pb.DTYPE_FLOAT32: _FLOAT32}
-
-_LARGEST_EXACT_INTEGER = 2.0**53
 
 _FINISH: dict[FinishReason, Any] = {r: pb.FinishReason.Value(f"FINISH_REASON_{r.name}") for r in FinishReason}
 _FINISH_BACK: dict[Any, FinishReason] = {v: k for k, v in _FINISH.items()}
@@ -158,14 +155,10 @@ def kept_sets_from_pb(data: bytes, token_ids: Int32Array) -> KeptSets | None:
 
 def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
     """Encode a prompt; DataError if its metadata is not JSON."""
-    metadata, values = struct_pb2.Struct(), dict(prompt.metadata)
     try:
-        json.dumps(values, allow_nan=False)  # a Struct accepts NaN, but no reader can decode it
-        json_format.ParseDict(values, metadata)
-    except (json_format.ParseError, TypeError, ValueError, OverflowError) as error:
-        raise DataError(
-            f"prompt {prompt.prompt_id}: metadata: {error}; use JSON values with text keys and finite numbers only"
-        ) from error
+        metadata = json.dumps(dict(prompt.metadata), ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"prompt {prompt.prompt_id}: metadata: {error}; use JSON values and finite numbers") from error
     return pb.Prompt(
         token_ids=tensor_to_pb(prompt.token_ids),
         verifier=prompt.verifier,
@@ -176,29 +169,24 @@ def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
 
 
 def prompt_from_pb(message: pb.Prompt) -> Prompt:
-    """Decode a prompt; whole numbers in the metadata become integers."""
+    """Decode a prompt; the keys of its metadata have the order of the row."""
     try:
-        metadata = json_format.MessageToDict(message.metadata)
-    except (json_format.Error, ValueError) as error:
+        metadata = json.loads(message.metadata or b"{}", parse_constant=_no_json)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"prompt {message.prompt_id}: metadata: {error}") from error
+    if not isinstance(metadata, dict):
+        raise DataError(f"prompt {message.prompt_id}: metadata: not a JSON object")
     return Prompt(
         prompt_id=message.prompt_id,
         token_ids=ids_from_pb(message.token_ids, "prompt.token_ids"),
         verifier=message.verifier,
-        metadata=_with_whole_numbers(metadata),
+        metadata=metadata,
         domain=message.domain,
     )
 
 
-def _with_whole_numbers(value: Any) -> Any:
-    # A protobuf Struct stores only doubles; verifiers and environments receive the JSON of the data set.
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT_INTEGER:
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _with_whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_whole_numbers(item) for item in value]
-    return value
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")
 
 
 def outcome_to_pb(outcome: RewardOutcome) -> pb.RewardOutcome:

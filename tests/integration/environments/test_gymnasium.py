@@ -88,7 +88,7 @@ class Words:
     def step(self, action):
         self.threads.add(threading.get_ident())
         assert len(self.threads) == 1 and threading.get_ident() != threading.main_thread().ident
-        said = {"seen": {"words": action.upper()}}
+        said = {"seen": {"words": action.upper(), (0, 1): np.arange(2)}}
         return said if action == "wrong" else (said, np.float32(action == self.word), action == self.last, {})
 
 
@@ -99,7 +99,7 @@ async def test_a_class_of_ones_own_plays_in_one_thread_of_its_episode(monkeypatc
     options = {**WORDS, "arguments": {"last": "bye"}, "reply": "<{text}>"}
     first, *replies = await play(["yes", " yes\n", "bye"], options, word="yes")
     assert first.text == "Say yes\nor bye."
-    assert replies[0] == EnvironmentReply(text='<{"seen": {"words": "YES"}}>', done=False, reward=1.0)
+    assert replies[0] == EnvironmentReply(text='<{"seen": {"words": "YES", "(0, 1)": [0, 1]}}>', done=False, reward=1.0)
     assert [(reply.reward, reply.done) for reply in replies] == [(1.0, False), (2.0, False), (2.0, True)]
     _, said = await play(["no"], {**WORDS, "observation": "", "reward": "verifier"}, word="yes")
     assert said.reward is None

@@ -46,7 +46,7 @@ ODD = trajectory_pb2.Tensor(dtype=trajectory_pb2.DTYPE_INT32, data=b"abc")
 int32 = st.integers(-(2**31), 2**31 - 1)
 floats = st.floats(width=32, allow_nan=False)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(-1e9, 1e9) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
@@ -143,7 +143,7 @@ def test_a_malformed_segment_is_refused_with_the_field_named(message: trajectory
 
 @pytest.mark.parametrize(
     "value",
-    [{1, 2}, b"bytes", np.int64(3), float("nan"), float("inf"), 10**400, "\ud800", {1: "a number as a key"}],
+    [{1, 2}, b"bytes", np.int64(3), float("nan"), float("inf"), "\ud800"],
     ids=lambda value: repr(value)[:20],
 )
 def test_metadata_that_is_not_json_is_refused_with_the_prompt_named(value: object) -> None:
@@ -154,20 +154,18 @@ def test_metadata_that_is_not_json_is_refused_with_the_prompt_named(value: objec
         codec.prompt_to_pb(prompt)
 
 
-def test_a_number_that_json_does_not_have_is_refused_when_read() -> None:
-    message = trajectory_pb2.Prompt(prompt_id="row-7")
-    message.metadata["answer"] = float("nan")
+@pytest.mark.parametrize("data", [b'{"answer": NaN}', b"[1]", b"\xff", b'{"a": ', b"[" * 100_000])
+def test_metadata_that_is_no_json_object_is_refused_when_read(data: bytes) -> None:
     with pytest.raises(DataError, match="prompt row-7: metadata: "):
-        codec.prompt_from_pb(message)
+        codec.prompt_from_pb(trajectory_pb2.Prompt(prompt_id="row-7", metadata=data))
 
 
-def test_numbers_of_the_metadata_keep_their_kind() -> None:
-    metadata = {"answer": 42, "share": 0.5, "rows": [[1, 2.25], {"n": -3}], "huge": 1e300, "yes": True, "none": None}
+def test_the_metadata_keeps_its_order_and_the_kind_of_its_numbers() -> None:
+    deep = {"z": [[1, 2.25, 2.0], {"n": -3, "a": None}], "huge": 1e300, "exact": 2**60, "yes": True}
+    metadata = {"share": 0.5, "answer": 42, "rows": deep, "by": "é"}
     prompt = Prompt(prompt_id="p", token_ids=np.arange(3, dtype=np.int32), verifier="exact", metadata=metadata)
-    again = codec.prompt_from_pb(
-        trajectory_pb2.Prompt.FromString(codec.prompt_to_pb(prompt).SerializeToString())
-    ).metadata
-    assert repr(dict(sorted(again.items()))) == repr(dict(sorted(metadata.items())))
+    again = trajectory_pb2.Prompt.FromString(codec.prompt_to_pb(prompt).SerializeToString())
+    assert repr(codec.prompt_from_pb(again).metadata) == repr(metadata)
 
 
 CALL = GenerationCall(

@@ -109,7 +109,7 @@ def as_text(value: object) -> str:
         contents = [each.get("content") if isinstance(each, Mapping) else None for each in value]
         if all(isinstance(content, str) for content in contents):
             return "\n".join(map(str, contents))
-    return json.dumps(value, ensure_ascii=False, default=_plain)
+    return json.dumps(_plain(value), ensure_ascii=False)
 
 
 def json_action(text: str) -> dict[str, Any]:
@@ -149,6 +149,11 @@ def check_choice(name: str, value: object, known: Sequence[object]) -> None:
 
 
 def _plain(value: object) -> object:
-    """Return numpy's numbers and arrays as Python's; anything else as its text."""
-    to_list = getattr(value, "tolist", None)
-    return to_list() if callable(to_list) else str(value)
+    """Return a value as JSON: keys as text, numpy's numbers and arrays as Python's, anything else as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if callable(to_list := getattr(value, "tolist", None)):
+        return _plain(to_list())
+    return value if isinstance(value, str | int | float | None) else str(value)

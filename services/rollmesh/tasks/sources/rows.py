@@ -25,8 +25,6 @@ from rollmesh.types import Int32Array, Prompt
 
 MESSAGES = "_messages"
 """Metadata key of the chat messages of a prompt, if they are kept."""
-LARGEST_EXACT_INTEGER = 2**53
-"""Largest integer in metadata, which is sent as JSON numbers; larger integers would be rounded."""
 _DOMAIN = re.compile(DOMAIN_PATTERN)
 _ROWS_PER_REPORT = 1024
 _SPARE_TOKENS = 16
@@ -327,14 +325,10 @@ def _text(value: str, where: str) -> str:
 
 
 def _json_value(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, int):
         return value
     if isinstance(value, str):
         return _text(value, where)
-    if isinstance(value, int):
-        if abs(value) > LARGEST_EXACT_INTEGER:
-            raise DataError(f"{where}: {value} is beyond 2**53 and would be rounded; write it as text")
-        return value
     if isinstance(value, float):
         if not math.isfinite(value):
             raise DataError(f"{where}: {value} is not a finite number")

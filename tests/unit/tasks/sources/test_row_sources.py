@@ -249,8 +249,6 @@ GOOD = {"prompt": "fine", "answer": 1}
         ({"prompt": [1, 999], "answer": 1}, r"token_ids\[1\]: id 999 is outside the vocabulary"),
         ({"prompt": [1, -1], "answer": 1}, r"token_ids\[1\]: id -1 is outside the vocabulary"),
         ({"prompt": "x" * 65, "answer": 1}, "the prompt has 66 tokens, more than data.max_prompt_tokens=64"),
-        ({"prompt": "a", "answer": 2**60}, "field 'answer': .* is beyond 2\\*\\*53"),
-        ({"prompt": "a", "answer": 1, "meta": {"k": [2**60]}}, r"field 'meta'.k\[0\]: .* is beyond"),
         ('{"prompt": "a", "answer": NaN}', "not valid JSON: NaN is not a JSON value"),
         ('{"prompt": "a", ', "not valid JSON"),
         ("[1, 2]", "expected a JSON object, got list"),
