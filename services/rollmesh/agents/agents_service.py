@@ -25,7 +25,7 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError, StoreError, StoreUnavailable
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.endpoints import AdminClient
-from rollmesh.runtime.health import Health
+from rollmesh.runtime.health import Health, Waits
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
@@ -196,7 +196,7 @@ async def openai_service(
             )
             evaluator = run_evaluator(config, deps, tokenizer)
             loops.start(_work(worker, evaluator, deps.session, health, loops.stop), "agents-worker")
-            loops.start(_sweep(session_manager, loops.stop), "agents-sweep")
+            loops.start(_sweep(session_manager, health.waits, loops.stop), "agents-sweep")
         else:
             generators = GeneratorPool(store.generators, placement=Placement(config.rollout.placement))
             policies = NewestPolicy(store.policies)
@@ -297,9 +297,9 @@ async def _work(
     raise_first_error(ended)
 
 
-async def _sweep(session_manager: SessionManager, stop: Shutdown) -> None:
+async def _sweep(session_manager: SessionManager, waits: Waits, stop: Shutdown) -> None:
     while not await wait_or_shutdown(stop, _SWEEP_SECONDS):
-        session_manager.sweep()
+        session_manager.sweep(waits)
 
 
 async def _refresh_registry(generators: GeneratorPool, policies: NewestPolicy, health: Health, stop: Shutdown) -> None:

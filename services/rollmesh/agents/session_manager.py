@@ -25,6 +25,7 @@ from rollmesh.agents.evaluation_sessions import EvaluationSessions
 from rollmesh.agents.waiting_agents import WaitingAgents
 from rollmesh.config.rollout import RolloutConfig
 from rollmesh.errors import Conflict
+from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.queue_types import Fork, ReleaseReason
 from rollmesh.types import Prompt, RewardOutcome, Trajectory
@@ -35,6 +36,8 @@ from rollmesh.worker.program import RolloutContext, RolloutResult
 _SESSION_ID = re.compile(r"ses-[0-9a-f]{32}(\.[0-9]+)?")
 _REMEMBERED_SESSIONS = 4096
 """Number of ended sessions whose ids, counts and marks are kept."""
+_SILENT_SHARE = 0.1
+"""Share of the idle timeout after which a session without a call is shown as a wait: its agent may be gone."""
 
 
 def is_session_id(text: str) -> bool:
@@ -124,8 +127,8 @@ class SessionManager:
             "agent_session_ended", session=session.session_id, how=how, trajectories=len(session.trajectories)
         )
 
-    def sweep(self) -> None:
-        """End sessions that were rewarded before this process took them over; update the gauges."""
+    def sweep(self, waits: Waits) -> None:
+        """End sessions that were rewarded before this process took them over; update the gauges and ``waits``."""
         for session in self.sessions:
             every = [trajectory for member in session.team for trajectory in member.trajectories]
             if session.trajectories and all(trajectory.closed for trajectory in every):
@@ -135,6 +138,21 @@ class SessionManager:
         states = [session.state for session in self.sessions] + ["waiting"] * len(self.waiting)
         for state in SESSION_STATES:
             self._metrics.sessions.labels(state=state).set(states.count(state))
+        self._show_silent(waits)
+
+    def _show_silent(self, waits: Waits) -> None:
+        """Show the sessions that hold their place in the pool without a call: the run may wait for a dead agent."""
+        now = time.monotonic()
+        silent = [s.idle_seconds - (s.deadline - now) for s in self.sessions if s.state == "active"]
+        silent = [seconds for seconds in silent if seconds > _SILENT_SHARE * self._idle_seconds]
+        if not silent:
+            return waits.end("agents")
+        waits.begin(
+            "agents",
+            f"{len(silent)} of {len(self._sessions)} sessions had no call for up to {max(silent):.0f} s; if their "
+            f"agent is gone, they end after rollout.agent.idle_timeout_seconds={self._idle_seconds:g} or by DELETE "
+            "/v1/sessions/ID",
+        )
 
     # -- the worker's program --------------------------------------------------------------------------------------
     async def run(self, rollout: RolloutContext) -> RolloutResult:

@@ -110,6 +110,7 @@ class Api:
     url: str
     shutdown: asyncio.Event
     app: FastAPI
+    health: Health
 
     def client(self, **options: Any) -> AsyncOpenAI:
         return AsyncOpenAI(**{"base_url": f"{self.url}/v1", "api_key": TOKEN, "max_retries": 0, **options})
@@ -186,14 +187,14 @@ class AgentMesh:
     @asynccontextmanager
     async def api(self, index: int = 0, grace_seconds: int = 1) -> AsyncIterator[Api]:
         """An agents service in this process, at a port of its own."""
-        shutdown, registry = asyncio.Event(), Metrics("agents")
+        shutdown, registry, health = asyncio.Event(), Metrics("agents"), Health()
         listener, address = public_listener(self.config, "127.0.0.1", 0, "port")
         async with openai_service(
-            self.config, index, self.store, self.tokenizer, registry, Health(), shutdown, address
+            self.config, index, self.store, self.tokenizer, registry, health, shutdown, address
         ) as service:
             app = build_app(service, TOKEN, RequestMetrics(registry), "127.0.0.1")
             async with http_server(app, listener, grace_seconds=grace_seconds):
-                yield Api(service, registry, f"http://{address}", shutdown, app)
+                yield Api(service, registry, f"http://{address}", shutdown, app, health)
 
     async def aclose(self) -> None:
         self.shutdown.set()

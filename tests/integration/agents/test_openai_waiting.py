@@ -184,10 +184,13 @@ async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_me
         assert (await http.delete(f"/sessions/{leaver.id}")).status_code == 204
         third = await Agent.open(api, http)
         assert third.told["messages"] == leaver.told["messages"]
-        begun = time.monotonic()
+        begun, shown = time.monotonic(), set[str]()
         while time.monotonic() - begun < 11.0:  # a sign of life now and then keeps a session
             await third.turn(max_tokens=2)
             await asyncio.sleep(0.8)
+            shown.add(api.health.waits.text())
+        words = ("of 2 sessions had no call for up to ", "rollout.agent.idle_timeout_seconds=9 or by DELETE")
+        assert any(all(word in text for word in words) for text in shown), shown
         with pytest.raises(openai.APIStatusError) as gone:
             await silent.turn()
         assert gone.value.status_code == 410 and "silent for longer" in str(gone.value)
