@@ -341,8 +341,10 @@ class QueueMachine(QueueWorkers):
             )
         for session in self.sessions:
             assert self.do(self.store.trajectories.lease(session, 2)) == []
+            self.model.recovering = True
             for _ in range(2):
                 self.register(session, memories[session])
+            self.model.recovering = False
         self.reassert()
         self.do(command("HSET", meta, "recovering_until", 1))
         assert not self.do(self.store.recovery.begin())

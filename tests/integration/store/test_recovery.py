@@ -12,7 +12,7 @@ from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
 
-from .store_mesh import Mesh, group, held, limits, policy, segment
+from .store_mesh import Mesh, earlier_state, group, held, limits, policy, segment
 from .stored_keys import read_truth
 
 TTL = 60.0
@@ -95,6 +95,30 @@ async def test_a_forgotten_session_is_opened_again_during_a_recovery_only(store:
     assert (await store.sessions.reregister("f" * 32, [held("e0-0.0", segment(3))], "worker"))[0].kept
     mesh.session = "f" * 32
     assert await mesh.append("e0-0.0", 0, 3) == WriteStatus.SAVED
+
+
+async def test_a_pool_that_shrank_after_a_restart_costs_no_tokens_of_those_leased_before(
+    durable_server: EmbeddedServer, durable_store: TrajectoryStore
+) -> None:
+    store = durable_store
+    mesh = await Mesh.start(store, pool_size=4, groups=2, session_ttl_seconds=TTL)
+    come_back = earlier_state(durable_server)
+    held_by_worker = []
+    for item in await store.trajectories.lease(mesh.session, 4):
+        assert await mesh.append(item.trajectory.trajectory_id, 0, 3) == WriteStatus.SAVED
+        held_by_worker.append(held(item.trajectory.trajectory_id, segment(3)))
+    come_back()
+    assert (await store.mesh.view()).leased == 0, "the leases are in the lost part"
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=2))
+    answers = await store.sessions.reregister(mesh.session, held_by_worker, "worker")
+    assert [answer.kept for answer in answers] == [True] * 4
+    assert (await store.mesh.view()).leased == 4
+    await store.training.reassert(mesh.trainer, 0, 0, [], [policy(0)], Cursor())
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "recovering_until", 1)
+    assert await store.trajectories.lease(mesh.session, 1) == [], "the pool is full until three have ended"
+    await store.trajectories.release(mesh.session, [item.trajectory_id for item in held_by_worker[:1]], "drained")
+    answers = await store.sessions.reregister(mesh.session, held_by_worker, "worker")
+    assert [answer.kept for answer in answers] == [False, True, True, True], "others may have its place by now"
 
 
 async def test_a_redis_that_forgot_a_rollback_drops_the_abandoned_work_again(store: TrajectoryStore) -> None:

@@ -275,9 +275,8 @@ class WorkerOperations(QueueState):
             # A member of a half-deleted group is in no queue; the score of its worker is then refused.
             self.scoring.discard(name)
             member.session = session
-        elif (
-            any(name in queue for queue in (self.pending, self.partial, self.resting))
-            and self.leased < self.desired.pool_size + self.desired.most_waiting
+        elif any(name in queue for queue in (self.pending, self.partial, self.resting)) and (
+            self.recovering or self.leased < self.desired.pool_size + self.desired.most_waiting
         ):
             member.attempts = max(1, member.attempts)
             self._take(member, session)

@@ -5,7 +5,8 @@
 -- each.
 -- Returns (kept, saved tokens) per item.
 local session, named = ARGV[1], {}
-if not recovering() then
+local recovers = recovering()
+if not recovers then
   require_session(session)
 else
   -- The session may have been opened in the lost part of the state.
@@ -36,14 +37,15 @@ end
 call('HDEL', session_key(session), 'lease_nonce', 'scoring_nonce')
 flush_counts()
 
--- Of those leased while others waited, all may be in a call by now.
+-- Of those leased while others waited, all may be in a call by now. In a recovery nothing else has been leased since:
+-- the pool held all of them, and one that has shrunk in the meantime drops none.
 local desired = call('HMGET', K.desired, 'pool_size', 'most_waiting')
 local free = tonumber(desired[1] or '0') + tonumber(desired[2] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
 local taken, reply = 0, {}
 local birth = math.max(0, tonumber(call('HGET', K.meta, 'policy_version')))
 
 local function lease_again(id, queue)
-  if taken >= free then return false end
+  if not recovers and taken >= free then return false end
   if not call('ZSCORE', queue, id) then return false end
   local v = call('HMGET', trajectory_key(id), 'attempts', 'tokens', 'birth')
   local tokens = tonumber(v[2] or '0')
