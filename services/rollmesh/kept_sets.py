@@ -6,9 +6,10 @@ import zlib
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from rollmesh.errors import DataError
-from rollmesh.types import Int32Array, KeptSets
+from rollmesh.types import Int32Array, KeptSets, Trajectory
 
 _INT32 = np.dtype("<i4")
 _LEVEL = 1
@@ -30,6 +31,32 @@ def join_sets(parts: Iterable[tuple[int, KeptSets | None]]) -> KeptSets | None:
     counts = [np.zeros(length, np.int32) if sets is None else sets.counts for length, sets in runs]
     ids = [sets.ids for _, sets in runs if sets is not None]
     return KeptSets(counts=np.concatenate(counts), ids=np.concatenate(ids))
+
+
+def trajectory_sets(trajectory: Trajectory) -> KeptSets | None:
+    """Return the sets of all tokens of a trajectory, prompt included."""
+    segments = ((len(segment), segment.kept_sets) for segment in trajectory.segments)
+    return join_sets([(len(trajectory.prompt.token_ids), None), *segments])
+
+
+def choose_sets(sets: KeptSets | None, chosen: npt.NDArray[np.bool_]) -> KeptSets | None:
+    """Return the sets of the ``chosen`` tokens, bool [tokens]."""
+    return sets and KeptSets(counts=sets.counts[chosen], ids=sets.ids[np.repeat(chosen, sets.counts)])
+
+
+def pad_sets(sets: KeptSets | None, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """Return the sets of the tokens ``index`` [chosen] as rows, -1 after the last id, [chosen, largest set].
+
+    A row without ids stands for the full vocabulary; None if all of them do.
+    """
+    if sets is None or not (counts := sets.counts[index]).any():
+        return None
+    firsts = (np.cumsum(sets.counts, dtype=np.int64) - sets.counts)[index]
+    column = np.arange(counts.max())
+    inside = column < counts[:, None]
+    rows = np.full(inside.shape, -1, np.int64)
+    rows[inside] = sets.ids[(firsts[:, None] + column)[inside]]
+    return rows
 
 
 def check_sets(sets: KeptSets, token_ids: Int32Array) -> None:

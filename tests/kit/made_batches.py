@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from rollmesh.types import (
     Batch,
     FinishReason,
     Group,
+    KeptSets,
     OutcomeKind,
     Prompt,
     RewardOutcome,
@@ -131,3 +133,27 @@ def random_batch(
             group.append(trajectory(f"g{g}.{m}", segments, float(rng.integers(0, 2)), prompt=int(rng.integers(1, 7))))
         built.append(group)
     return batch_of(*built, train_step=train_step)
+
+
+def with_kept_sets(batch: Batch, seed: int, *, full: float = 0.0) -> Batch:
+    """The batch with a random kept set for each token that a policy wrote, but for a share ``full`` of them."""
+    rng = np.random.default_rng(seed)
+
+    def truncated(segment: Segment) -> Segment:
+        if segment.source is not SegmentSource.POLICY:
+            return segment
+        sets = [np.union1d(rng.integers(0, VOCAB, rng.integers(0, 8)), token) for token in segment.token_ids]
+        sets = [[] if rng.random() < full else each.tolist() for each in sets]
+        return replace(segment, kept_sets=sets_of(sets))
+
+    def member(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, segments=tuple(truncated(s) for s in trajectory.segments))
+
+    groups = [replace(g, trajectories=tuple(member(t) for t in g.trajectories)) for g in batch.groups]
+    return replace(batch, groups=tuple(groups))
+
+
+def sets_of(lists: list[list[int]]) -> KeptSets:
+    """Kept sets of tokens in order, each a list of ids; an empty one for the full vocabulary."""
+    flat = [token for each in lists for token in each]
+    return KeptSets(counts=np.array([len(each) for each in lists], np.int32), ids=np.array(flat, np.int32))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from rollmesh.kept_sets import slice_sets
 from rollmesh.types import Batch, SegmentSource, Trajectory
 
 
@@ -49,8 +50,10 @@ class ReferenceTrainer:
         for segment in member.segments:
             for k in range(len(segment)):
                 if segment.behavior_logprobs is not None and segment.policy_version >= oldest_version:
-                    row = (logits[position - 1] / segment.temperature).log_softmax(-1)
-                    ratio = (row[ids[position]] - float(segment.behavior_logprobs[k])).exp()
+                    row = logits[position - 1] / segment.temperature
+                    kept = [] if segment.kept_sets is None else slice_sets(segment.kept_sets, k, k + 1).ids.tolist()
+                    logprob = row[ids[position]] - (row[kept] if kept else row).logsumexp(-1)
+                    ratio = (logprob - float(segment.behavior_logprobs[k])).exp()
                     total = total + self._token(ratio, advantage)
                 position += 1
         return total

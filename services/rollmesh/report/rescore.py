@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.policies import UnsoundPolicy, VerifiedPolicy
 from rollmesh.errors import CheckpointError, Reason
+from rollmesh.kept_sets import slice_sets, trajectory_sets
 from rollmesh.report.audit_result import (
     GAP_BOUNDS,
     LARGE_MEAN,
@@ -23,7 +24,16 @@ from rollmesh.report.audit_result import (
 )
 from rollmesh.report.ledger_check import Trained
 from rollmesh.runtime.lifecycle import many_imports
-from rollmesh.types import Float32Array, Float64Array, FloatArray, Int32Array, PolicyRecord, SegmentSource, Trajectory
+from rollmesh.types import (
+    Float32Array,
+    Float64Array,
+    FloatArray,
+    Int32Array,
+    KeptSets,
+    PolicyRecord,
+    SegmentSource,
+    Trajectory,
+)
 
 if TYPE_CHECKING:
     from rollmesh.trainer.learner.policy_scorer import PolicyScorer
@@ -80,8 +90,13 @@ class PureSegment:
         return self.start + len(self.behavior_logprobs)
 
 
-_Work: TypeAlias = tuple[Int32Array, list[PureSegment]]
-"""Token ids of a trajectory up to its last segment of one version, and the segments of that version."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTokens:
+    """Tokens of a trajectory up to its last segment of one version, with their kept sets, and these segments."""
+
+    token_ids: Int32Array
+    kept_sets: KeptSets | None
+    segments: list[PureSegment]
 
 
 def rescore(
@@ -189,9 +204,9 @@ def gaps_of_version(
             for at, gap in zip(large, rescored, strict=True):
                 gaps[at] = gap
             over = [at for at in large if gaps[at].max() > GAP_BOUNDS["float32"].token]
-            effects = exact_scorer.resolution([work[at][0] for at in over], temperature)
+            effects = exact_scorer.resolution(*_inputs(temperature, [work[at] for at in over]))
             for at, effect in zip(over, effects, strict=True):
-                resolved[at] = _segment_values(effect, work[at][1])
+                resolved[at] = _segment_values(effect, work[at].segments)
         values += gaps
         resolution += resolved
     return Gaps(values=_joined(values), resolution=_joined(resolution))
@@ -201,29 +216,37 @@ def own_rounding(fine: PolicyScorer, coarse: PolicyScorer, version: int, traject
     """Compute the mean gap between two dtypes of the trainer's program, over the tokens of ``gaps_of_version``."""
     gaps: list[Float64Array] = []
     for temperature, work in _by_temperature(version, trajectories).items():
-        ids = [sequence for sequence, _ in work]
-        pairs = zip(fine.logprobs(ids, temperature), coarse.logprobs(ids, temperature), work, strict=True)
-        gaps += [np.abs(_segment_values(one - other, segments)) for one, other, (_, segments) in pairs]
+        inputs = _inputs(temperature, work)
+        pairs = zip(fine.logprobs(*inputs), coarse.logprobs(*inputs), work, strict=True)
+        gaps += [np.abs(_segment_values(one - other, each.segments)) for one, other, each in pairs]
     return float(_joined(gaps).mean())
 
 
-def _by_temperature(version: int, trajectories: Iterable[Trajectory]) -> dict[float, list[_Work]]:
-    found: dict[float, list[_Work]] = {}
+def _by_temperature(version: int, trajectories: Iterable[Trajectory]) -> dict[float, list[ScoredTokens]]:
+    found: dict[float, list[ScoredTokens]] = {}
     for trajectory in trajectories:
         ids = np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids]).astype(np.int32, copy=False)
+        sets = trajectory_sets(trajectory)
         segments = pure_segments(trajectory, version)
         for temperature in {segment.temperature for segment in segments}:
             selected = [segment for segment in segments if segment.temperature == temperature]
-            found.setdefault(temperature, []).append((ids[: selected[-1].end], selected))
+            end = selected[-1].end
+            scored = ScoredTokens(token_ids=ids[:end], kept_sets=sets and slice_sets(sets, 0, end), segments=selected)
+            found.setdefault(temperature, []).append(scored)
     return found
 
 
-def _gaps(scorer: PolicyScorer, temperature: float, work: Sequence[_Work]) -> list[Float64Array]:
+def _inputs(temperature: float, work: Sequence[ScoredTokens]) -> tuple[list[Int32Array], float, list[KeptSets | None]]:
+    """Return the arguments of ``PolicyScorer.logprobs``."""
+    return [each.token_ids for each in work], temperature, [each.kept_sets for each in work]
+
+
+def _gaps(scorer: PolicyScorer, temperature: float, work: Sequence[ScoredTokens]) -> list[Float64Array]:
     """Compute the gaps of the segments of each trajectory, one array per trajectory."""
     gaps: list[Float64Array] = []
-    for values, (_, segments) in zip(scorer.logprobs([ids for ids, _ in work], temperature), work, strict=True):
-        behavior = np.concatenate([s.behavior_logprobs for s in segments]).astype(np.float64)
-        difference = np.abs(_segment_values(values, segments) - behavior)
+    for values, each in zip(scorer.logprobs(*_inputs(temperature, work)), work, strict=True):
+        behavior = np.concatenate([s.behavior_logprobs for s in each.segments]).astype(np.float64)
+        difference = np.abs(_segment_values(values, each.segments) - behavior)
         gaps.append(np.nan_to_num(difference, nan=NOT_FINITE_GAP, posinf=NOT_FINITE_GAP))
     return gaps
 

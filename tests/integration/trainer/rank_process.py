@@ -48,7 +48,7 @@ from rollmesh.trainer.service.publishing import canary_sequences
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.types import PolicyRecord
 
-from ...kit.made_batches import VOCAB, batch_of, policy_segment, random_batch, trajectory
+from ...kit.made_batches import VOCAB, batch_of, policy_segment, random_batch, trajectory, with_kept_sets
 
 STEPS = 3
 VERSIONS = {v: v for v in range(8)}
@@ -98,6 +98,8 @@ def run(trainer: PolicyTrainer, out: Path) -> list[object]:
     for step in range(1, STEPS + 1):
         # Five trajectories make an odd number of micro-batches, so that one rank gets a dummy.
         batch = random_batch(step, groups=5, members=1 + 2 * (step % 2), train_step=step, versions=3)
+        if step > 1:  # every token truncated, and some
+            batch = with_kept_sets(batch, step, full=0.3 * (step - 2))
         reports.append(trainer.train(batch, VERSIONS).to_json())
         trainer.export(out / str(step))
     return reports

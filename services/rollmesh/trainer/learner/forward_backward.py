@@ -18,7 +18,7 @@ from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ra
 from rollmesh.trainer.learner.packing import MicroBatch, balanced_bins, pack, pack_sequences
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
-from rollmesh.types import Float32Array, FloatArray, Int32Array
+from rollmesh.types import Float32Array, FloatArray, Int32Array, KeptSets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,21 +197,33 @@ def judge_tokens(
 
 
 def score_sequences(
-    model: PolicyModel, compute: Compute, sequences: Sequence[Int32Array], temperature: float
+    model: PolicyModel,
+    compute: Compute,
+    sequences: Sequence[Int32Array],
+    temperature: float,
+    kept_sets: Sequence[KeptSets | None] | None = None,
 ) -> list[Float32Array]:
-    """Score sequences of at least 2 tokens, packed, and return the results in their order. Every rank scores all."""
-    scored = score_in_model_dtype(model, compute, sequences, temperature)
+    """Score sequences of at least 2 tokens, packed, and return the results in their order. Every rank scores all.
+
+    ``kept_sets`` has the kept sets of each sequence, one set per token; None for full sampling.
+    """
+    scored = score_in_model_dtype(model, compute, sequences, temperature, kept_sets)
     return [values.astype(np.float32, copy=False) for values in scored]
 
 
 @torch.no_grad()
 def score_in_model_dtype(
-    model: PolicyModel, compute: Compute, sequences: Sequence[Int32Array], temperature: float
+    model: PolicyModel,
+    compute: Compute,
+    sequences: Sequence[Int32Array],
+    temperature: float,
+    kept_sets: Sequence[KeptSets | None] | None = None,
 ) -> list[FloatArray]:
     """Score sequences like ``score_sequences``, without rounding the scores of a float64 model."""
     results: list[FloatArray] = [np.empty(0, np.float32)] * len(sequences)
     for indices in balanced_bins([len(s) for s in sequences], compute.token_budget):
-        micro = pack_sequences([sequences[i] for i in indices], temperature, compute.device)
+        sets = kept_sets and [kept_sets[i] for i in indices]
+        micro = pack_sequences([sequences[i] for i in indices], temperature, compute.device, sets)
         with compute.precision():
             values = model.score(micro, entropy=False)[0].cpu().numpy()
         edges = np.cumsum([len(sequences[i]) - 1 for i in indices])[:-1]

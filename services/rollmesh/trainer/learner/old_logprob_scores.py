@@ -11,6 +11,7 @@ import torch
 
 from rollmesh.algorithms.old_logprobs import OldLogprobs, choose_old_logprobs, loglinear_share
 from rollmesh.config.old_logprob_methods import OldLogprobMethod, TrainerLogprobs
+from rollmesh.kept_sets import trajectory_sets
 from rollmesh.trainer.learner.forward_backward import Compute, score_batch, score_sequences
 from rollmesh.trainer.learner.frozen_policies import PolicyVersions, WeightAverage
 from rollmesh.trainer.learner.policy_model import PolicyModel
@@ -68,7 +69,8 @@ class OldLogprobScorer:
             members = [t for t in fresh if t.segments[-1].temperature == temperature]
             ids = [np.concatenate([t.prompt.token_ids, t.response_ids]).astype(np.int32) for t in members]
             # Same precision as the gradient pass, so that on-policy ratios are 1.
-            scored = score_sequences(self._model, self._compute, ids, temperature)
+            sets = [trajectory_sets(t) for t in members]
+            scored = score_sequences(self._model, self._compute, ids, temperature, sets)
             for trajectory, values in zip(members, scored, strict=True):
                 self._stage.append(trajectory, values[len(trajectory.prompt.token_ids) - 1 :], current_version)
         return len(fresh)

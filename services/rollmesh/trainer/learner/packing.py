@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from rollmesh.kept_sets import join_sets, pad_sets
 from rollmesh.trainer.learner.train_batch import TrainBatch
-from rollmesh.types import Int32Array
+from rollmesh.types import Int32Array, KeptSets
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -67,6 +68,7 @@ class MicroBatch:
     rows: Tensor  # int64 [scored], position whose hidden state predicts the scored token
     targets: Tensor  # int64 [scored]
     temperatures: Tensor | None  # float32 [scored]; None when all are 1
+    kept: Tensor | None  # int64 [scored, largest set], ids of the kept sets, see pad_sets
     token_index: Int64Array  # [scored], index of the scored token in the flat batch
     sequence_index: Tensor  # int64 [scored], sequence inside the micro-batch
     sequence_count: int
@@ -88,26 +90,35 @@ def pack(batch: TrainBatch, sequences: Sequence[int], device: torch.device) -> M
         bounds = [(int(batch.starts[s]), int(batch.starts[s + 1])) for s in sequences]
         pieces = [(batch.token_ids[a:b], np.flatnonzero(batch.policy_mask[a:b]), a) for a, b in bounds]
     temperatures = batch.temperatures[np.concatenate([scored + start for _, scored, start in pieces])]
-    return _assemble(pieces, None if (temperatures == 1).all() else temperatures, device)
+    return _assemble(pieces, None if (temperatures == 1).all() else temperatures, batch.kept_sets, device)
 
 
-def pack_sequences(sequences: Sequence[Int32Array], temperature: float, device: torch.device) -> MicroBatch:
-    """Concatenate token ids; every token but the first of each sequence is scored."""
+def pack_sequences(
+    sequences: Sequence[Int32Array],
+    temperature: float,
+    device: torch.device,
+    kept_sets: Sequence[KeptSets | None] | None = None,
+) -> MicroBatch:
+    """Concatenate token ids; every token but the first of each sequence is scored, over its kept set if it has one."""
     starts = accumulate((len(ids) for ids in sequences), initial=0)
     pieces = [(ids, np.arange(1, len(ids)), start) for ids, start in zip(sequences, starts, strict=False)]
     scored = sum(len(ids) - 1 for ids in sequences)
-    return _assemble(pieces, None if temperature == 1 else np.full(scored, temperature, np.float32), device)
+    sets = join_sets((len(ids), each) for ids, each in zip(sequences, kept_sets or (), strict=False))
+    return _assemble(pieces, None if temperature == 1 else np.full(scored, temperature, np.float32), sets, device)
 
 
 def _assemble(
     pieces: Sequence[tuple[Int32Array, Int64Array, int]],
     temperatures: npt.NDArray[np.float32] | None,
+    sets: KeptSets | None,
     device: torch.device,
 ) -> MicroBatch:
     """Pack the token ids of sequences, their scored positions, and the start of each in the flat batch."""
     lengths = [len(ids) - 1 for ids, _, _ in pieces]
     rows = [scored - 1 + at for (_, scored, _), at in zip(pieces, accumulate(lengths, initial=0), strict=False)]
     positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
+    token_index = np.concatenate([scored + start for _, scored, start in pieces])
+    kept = pad_sets(sets, token_index)
     owners = np.repeat(np.arange(len(rows), dtype=np.int64), [len(r) for r in rows])
 
     def tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
@@ -120,7 +131,8 @@ def _assemble(
         rows=tensor(np.concatenate(rows)),
         targets=tensor(np.concatenate([ids[scored] for ids, scored, _ in pieces])),
         temperatures=None if temperatures is None else torch.from_numpy(temperatures).to(device),
-        token_index=np.concatenate([scored + start for _, scored, start in pieces]),
+        kept=None if kept is None else tensor(kept),
+        token_index=token_index,
         sequence_index=tensor(owners),
         sequence_count=len(rows),
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -77,6 +79,7 @@ class PolicyModel(nn.Module):
         rows: Tensor,
         targets: Tensor,
         temperatures: Tensor | None,
+        kept: Tensor | None,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probability and entropy of ``targets``, predicted at ``rows``; see ``MicroBatch``."""
@@ -85,17 +88,18 @@ class PolicyModel(nn.Module):
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "layout": layout}
         if not self.linear_head:
             logits = self.causal_lm(**inputs, logits_to_keep=rows).logits[0]
-            return score_logits(logits, targets, temperatures, entropy=entropy)
+            return score_logits(logits, targets, temperatures, kept, entropy=entropy)
         hidden = self.causal_lm.base_model(**inputs).last_hidden_state[0]
         head = output_head(self.causal_lm)
         assert head is not None, "linear_head requires an output head"
         size = int(self.config.vocab_size)
-        return score_tokens(hidden[rows], head, targets, temperatures, size, entropy=entropy)
+        return score_tokens(hidden[rows], head, targets, temperatures, size, entropy=entropy, kept=kept)
 
     def score(self, micro: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Run ``forward`` on a micro-batch: (logprobs [scored], entropy [scored])."""
         packed = (micro.input_ids, micro.position_ids, micro.layout)
-        scores: tuple[Tensor, Tensor] = self(*packed, micro.rows, micro.targets, micro.temperatures, entropy)
+        scored = (micro.rows, micro.targets, micro.temperatures, micro.kept)
+        scores: tuple[Tensor, Tensor] = self(*packed, *scored, entropy)
         return scores
 
 
@@ -242,34 +246,72 @@ def score_tokens(
     vocab_size: int,
     *,
     entropy: bool,
+    kept: Tensor | None = None,
     limit: int = LOGIT_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``log_softmax(z / T)`` of the target and the entropy of that distribution, in nats.
 
     ``hidden`` float [tokens, width], ``targets`` int64 [tokens], ``temperatures`` float [tokens] or None for T = 1.
-    Returns (logprobs [tokens], entropy [tokens]), float32 unless the logits are float64. The entropy has no gradient,
-    and is 0 unless ``entropy`` is set.
+    ``kept`` int64 [tokens, largest set], the ids over which each softmax is taken, -1 after the last one; the whole
+    vocabulary for a row without any, and for None. Returns (logprobs [tokens], entropy [tokens]), float32 unless the
+    logits are float64. The entropy has no gradient, and is 0 unless ``entropy`` is set.
     """
+    if kept is not None and type(head) is nn.Linear and bool((kept[:, 0] >= 0).all()):
+        head, targets, kept, vocab_size = _narrow_head(head, targets, kept)
 
-    def score(hidden: Tensor, targets: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
-        return score_logits(head(hidden), targets, temperatures, entropy=entropy)
+    def score(
+        hidden: Tensor, targets: Tensor, temperatures: Tensor | None, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return score_logits(head(hidden), targets, temperatures, kept, entropy=entropy)
 
     rows = max(1, limit // vocab_size)
     if len(targets) <= rows:
-        return score(hidden, targets, temperatures)
+        return score(hidden, targets, temperatures, kept)
     scores: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(targets), rows):
         part = slice(start, start + rows)
-        chunk = (hidden[part], targets[part], None if temperatures is None else temperatures[part])
+        chunk = (
+            hidden[part],
+            targets[part],
+            None if temperatures is None else temperatures[part],
+            None if kept is None else kept[part],
+        )
         recompute = torch.is_grad_enabled()
         scores.append(checkpoint(score, *chunk, use_reentrant=False) if recompute else score(*chunk))
     return torch.cat([s[0] for s in scores]), torch.cat([s[1] for s in scores])
 
 
+def _narrow_head(
+    head: nn.Linear, targets: Tensor, kept: Tensor
+) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor, int]:
+    """Return the head over the ids that occur in a set, and the same targets, sets and size of vocabulary for it."""
+    ids, places = torch.unique(kept.clamp(min=0), return_inverse=True)
+    narrow = partial(F.linear, weight=head.weight[ids], bias=None if head.bias is None else head.bias[ids])
+    return narrow, torch.searchsorted(ids, targets), places.masked_fill(kept < 0, -1), len(ids)
+
+
 def score_logits(
-    logits: Tensor, targets: Tensor, temperatures: Tensor | None, *, entropy: bool
+    logits: Tensor, targets: Tensor, temperatures: Tensor | None, kept: Tensor | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the scores of ``score_tokens`` from logits [tokens, vocab]."""
+    if kept is None:
+        return _score_columns(logits, targets, temperatures, entropy)
+    in_sets = logits.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+    places = (kept == targets[:, None]).byte().argmax(-1)
+    truncated = kept[:, 0] >= 0
+    scores, order = [], []
+    for member, columns, target in ((truncated, in_sets, places), (~truncated, logits, targets)):
+        tempered = None if temperatures is None else temperatures[member]
+        scores.append(_score_columns(columns[member], target[member], tempered, entropy))
+        order.append(member.nonzero()[:, 0])
+    back = torch.cat(order).argsort()
+    return torch.cat([s[0] for s in scores])[back], torch.cat([s[1] for s in scores])[back]
+
+
+def _score_columns(
+    logits: Tensor, targets: Tensor, temperatures: Tensor | None, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the scores of ``score_tokens`` over the columns of logits; ``targets`` are columns."""
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     if temperatures is not None:
         scaled = scaled / temperatures[:, None].to(scaled.dtype)

@@ -22,7 +22,7 @@ from rollmesh.trainer.learner.distributed import World, pick_device
 from rollmesh.trainer.learner.forward_backward import Compute, score_in_model_dtype
 from rollmesh.trainer.learner.policy_files import write_policy_folder
 from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel, load_policy_model
-from rollmesh.types import Float64Array, FloatArray, Int32Array
+from rollmesh.types import Float64Array, FloatArray, Int32Array, KeptSets
 
 _RESOLUTION_DRAWS = 6
 _TOKENS_PER_MICROBATCH = 4096
@@ -62,12 +62,25 @@ class PolicyScorer:
         """Load a published policy in ``dtype``, an adapter above its base; otherwise as ``from_folder``."""
         return cls(load_published(policy, dtype=dtype, device=pick_device(device)))
 
-    def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[FloatArray]:
-        """Score each token but the first: ``log_softmax(z / T)``, [tokens - 1] per sequence, in the model's dtype."""
-        with self._float64 or nullcontext():
-            return score_in_model_dtype(self._model, self._compute, sequences, temperature)
+    def logprobs(
+        self,
+        sequences: Sequence[Int32Array],
+        temperature: float = 1.0,
+        kept_sets: Sequence[KeptSets | None] | None = None,
+    ) -> list[FloatArray]:
+        """Score each token but the first: ``log_softmax(z / T)``, [tokens - 1] per sequence, in the model's dtype.
 
-    def resolution(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float64Array]:
+        ``kept_sets`` are those of the tokens of each sequence; None for full sampling.
+        """
+        with self._float64 or nullcontext():
+            return score_in_model_dtype(self._model, self._compute, sequences, temperature, kept_sets)
+
+    def resolution(
+        self,
+        sequences: Sequence[Int32Array],
+        temperature: float = 1.0,
+        kept_sets: Sequence[KeptSets | None] | None = None,
+    ) -> list[Float64Array]:
         """Measure the effect of the last float32 bit of the weights on each log-probability.
 
         Returns float64 [tokens - 1] per sequence: the largest change over a few draws. Each draw multiplies every
@@ -77,7 +90,7 @@ class PolicyScorer:
         """
         if self._float64 is None:
             raise ValueError("the resolution of float32 needs a scorer with dtype=torch.float64")
-        exact = self.logprobs(sequences, temperature)
+        exact = self.logprobs(sequences, temperature, kept_sets)
         moved = [np.zeros(len(values), np.float64) for values in exact]
         kept = [parameter.detach().clone() for parameter in self._model.parameters()]
         noise = self._float64.noise = torch.Generator().manual_seed(0)
@@ -85,7 +98,8 @@ class PolicyScorer:
             for _ in range(_RESOLUTION_DRAWS):
                 for parameter, weight in zip(self._model.parameters(), kept, strict=True):
                     parameter.data.copy_(_perturbed(weight, noise))
-                for largest, values, centre in zip(moved, self.logprobs(sequences, temperature), exact, strict=True):
+                scored = self.logprobs(sequences, temperature, kept_sets)
+                for largest, values, centre in zip(moved, scored, exact, strict=True):
                     np.maximum(largest, np.abs(values - centre), out=largest)
         finally:
             self._float64.noise = None

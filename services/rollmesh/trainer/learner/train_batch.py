@@ -13,8 +13,9 @@ import torch
 
 from rollmesh.algorithms.advantages import Advantage, TrajectoryColumns
 from rollmesh.errors import DataError
+from rollmesh.kept_sets import check_sets, choose_sets, join_sets, trajectory_sets
 from rollmesh.trainer.learner.credit import units_of
-from rollmesh.types import Batch, FinishReason, Float32Array, Int32Array, SegmentSource, Trajectory
+from rollmesh.types import Batch, FinishReason, Float32Array, Int32Array, KeptSets, SegmentSource, Trajectory
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
@@ -62,6 +63,7 @@ class TrainBatch:
     staleness: Int32Array  # [tokens], train steps since the train step of the version; 0 where no policy wrote
     pure: BoolArray  # [tokens], one version's weights and cache sampled it
     temperatures: Float32Array  # [tokens]
+    kept_sets: KeptSets | None  # of all tokens, over which log-probabilities are normalised; None without any
     passed: BoolArray  # [trajectories], in the forward and backward passes
     unscored: Int64Array  # [groups], trajectories dropped because they have neither a verifier's nor an assigned reward
 
@@ -80,6 +82,7 @@ class TrainBatch:
             starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             sequence_index=np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
             masked_by={mask: column[inside] for mask, column in self.masked_by.items()},
+            kept_sets=choose_sets(self.kept_sets, inside),
             returns=self.returns[units],
             advantages=self.advantages[units],
             unscored=np.where(np.isin(np.arange(self.group_count), self.group_index[rows]), self.unscored, 0),
@@ -128,7 +131,7 @@ def build_train_batch(
     members that have a reward, including ``reward.fixed_value``; members without one are dropped. ``advantage`` None
     leaves the advantages NaN, for those that need a pass of a policy. ``max_token_staleness`` masks older tokens
     (``on_stale: mask_old_segments``). Raises DataError for an unknown version, a repeated trajectory, a segment without
-    finite logprobs or with T = 0, an empty prompt, and a batch without a reward.
+    finite logprobs or with T = 0, a kept set without its token, an empty prompt, and a batch without a reward.
     """
     # The queue returns only members with a reward; reward.fixed_value does not change the kind of the outcome.
     members = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories if t.outcome is not None]
@@ -164,6 +167,7 @@ def build_train_batch(
         sequence_index=sequence_index,
         policy_mask=policy_mask,
         loss_mask=loss_mask,
+        kept_sets=join_sets((count, trajectory_sets(t)) for count, (_, t) in zip(lengths, members, strict=True)),
         masked_by={} if max_token_staleness is None else {"stale": policy_mask & ~loss_mask},
         passed=np.ones(len(members), np.bool_),
         unscored=np.array([sum(t.outcome is None for t in group.trajectories) for group in batch.groups], np.int64),
@@ -238,6 +242,11 @@ def _columns(trajectory: Trajectory, train_step_of_version: Mapping[int, int], c
             raise DataError(f"{where}: the policy version is unknown")
         if not segment.temperature > 0:
             raise DataError(f"{where}: temperature={segment.temperature} must be positive for training")
+        if segment.kept_sets is not None:
+            try:
+                check_sets(segment.kept_sets, segment.token_ids)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
         columns["behavior_logprobs"][span] = segment.behavior_logprobs
         columns["versions"][span] = segment.policy_version
         columns["staleness"][span] = current - train_step_of_version[segment.policy_version]

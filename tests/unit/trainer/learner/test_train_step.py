@@ -18,7 +18,14 @@ from rollmesh.trainer.learner.forward_backward import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Segment, Trajectory
 
-from ....kit.made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
+from ....kit.made_batches import (
+    batch_of,
+    environment_segment,
+    policy_segment,
+    random_batch,
+    trajectory,
+    with_kept_sets,
+)
 from ....kit.trainer_reference import ReferenceTrainer, largest_difference
 from .conftest import VERSIONS, ModelMaker, exported
 
@@ -70,7 +77,8 @@ class ReferenceRun:
 @pytest.fixture(scope="module")
 def reference_run(make_model: ModelMaker) -> ReferenceRun:
     reference = ReferenceTrainer(make_model("qwen2"), RATE, 0.5, 3.0)
-    batches = [random_batch(step, train_step=step, versions=3) for step in (1, 2, 3)]
+    first, second, third = [random_batch(step, train_step=step, versions=3) for step in (1, 2, 3)]
+    batches = [first, with_kept_sets(second, 2), with_kept_sets(third, 3, full=0.3)]
     steps = [(batch, *reference.step(batch)) for batch in batches]
     return ReferenceRun(steps, dict(reference.model.named_parameters()))
 
