@@ -262,7 +262,7 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         """Give up a session without a reward; its tokens are dropped and its prompt returns to the queue."""
         found = await service.find_session(session_id, here=is_answered_here(request))
         if isinstance(found, AgentSession):
-            if any(trajectory.mark.ended for member in found.team for trajectory in member.trajectories):
+            if any(trajectory.mark.is_posted for member in found.team for trajectory in member.trajectories):
                 raise busy(
                     f"session {session_id}: its reward is stored, so it can no longer be given up; to finish it, post "
                     "the same reward again",

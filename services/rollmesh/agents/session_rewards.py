@@ -58,8 +58,7 @@ class Rewards:
         ordered = sorted(team, key=lambda member: member.is_root)
         every = [trajectory for member in ordered for trajectory in member.trajectories]
         marks = [trajectory.mark for trajectory in every]
-        if any(mark.ended for mark in marks):
-            _check_same(session.session_id, marks, request)
+        _check_same(session.session_id, marks, request)
         trajectories = [trajectory for trajectory in every if _sampled(trajectory) or trajectory.mark.ended]
         if not any(trajectory in session.trajectories for trajectory in trajectories):
             raise invalid(
@@ -76,16 +75,19 @@ class Rewards:
             )
         returns = request.returns(session.newest.mark.turn_count)
         self._check_turns(session, request)
+        last = trajectories[-1]
+        if len(trajectories) > 1 and not last.mark.ended:
+            # A crash may come when the others are scored: the last one, which has no reward yet, tells the first value.
+            rollout = await last.wait_ready(time.monotonic() + _LEASE_WAIT_SECONDS)
+            await last.save_mark(rollout, promised=self._outcome_of(session, last, request, returns))
         for trajectory in trajectories:
             if not trajectory.mark.ended:
                 rollout = await trajectory.wait_ready(time.monotonic() + _LEASE_WAIT_SECONDS)
-                outcome = _outcome(request)
-                if outcome is not None and self._credit == "shared":
-                    outcome = replace(outcome, shared_by=session.session_id)
-                if outcome is not None and self._credit == "turn" and request.value is not None:
-                    outcome = replace(outcome, turns=_turn_returns(trajectory, returns))
                 await trajectory.save_mark(
-                    rollout, outcome=outcome, ask_verifier=request.verify, finish_reason=self._reason(trajectory)
+                    rollout,
+                    outcome=self._outcome_of(session, trajectory, request, returns),
+                    ask_verifier=request.verify,
+                    finish_reason=self._reason(trajectory),
                 )
         for trajectory in trajectories:
             trajectory.notify()
@@ -93,6 +95,16 @@ class Rewards:
         self._session_manager.end(session, "rewarded" if any(recorded) else "lost", request.value)
         if not any(recorded):
             raise gone("the queue has dropped the session's group before the reward arrived", "session_ended")
+
+    def _outcome_of(
+        self, session: AgentSession, trajectory: SessionTrajectory, request: RewardRequest, returns: Sequence[float]
+    ) -> RewardOutcome | None:
+        outcome = _outcome(request)
+        if outcome is not None and self._credit == "shared":
+            outcome = replace(outcome, shared_by=session.session_id)
+        if outcome is not None and self._credit == "turn" and request.value is not None:
+            outcome = replace(outcome, turns=_turn_returns(trajectory, returns))
+        return outcome
 
     def _check_turns(self, session: AgentSession, request: RewardRequest) -> None:
         if request.turns is None:
@@ -126,7 +138,7 @@ def check_repeated(session: EndedSession, request: RewardRequest) -> None:
 
 def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequest) -> None:
     """Accept a repeated post after a lost response; reject a different reward."""
-    if any(mark.ended and _differs(mark, request) for mark in marks):
+    if any(mark.is_posted and _differs(mark, request) for mark in marks):
         raise OpenAiError(
             422,
             f"session {session_id} already has a different reward; a recorded reward cannot be changed",
@@ -136,12 +148,12 @@ def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequ
 
 
 def _differs(mark: AgentMark, request: RewardRequest) -> bool:
-    posted = _outcome(request)
-    if mark.outcome is None or posted is None:
-        return mark.outcome is not posted
+    first, posted = mark.outcome or mark.promised, _outcome(request)
+    if first is None or posted is None:
+        return first is not posted
     returns = request.returns(mark.turn_count)[mark.first_turn : mark.turn_count]
-    return (mark.outcome.kind, mark.outcome.value) != (posted.kind, posted.value) or (
-        bool(mark.outcome.turns) and [turn.value for turn in mark.outcome.turns] != returns
+    return (first.kind, first.value) != (posted.kind, posted.value) or (
+        bool(first.turns) and [turn.value for turn in first.turns] != returns
     )
 
 

@@ -37,6 +37,8 @@ class AgentMark:
     """Tokens after the prompt before each answer of this trajectory."""
     outcome: RewardOutcome | None = None
     """Posted reward; None before it is posted."""
+    promised: RewardOutcome | None = None
+    """Posted reward, saved here before the session's other trajectories have it; ``outcome`` follows after theirs."""
     ask_verifier: bool = False
     """True if the agent requested the run's verifier instead of posting a reward."""
     finish_reason: str = ""
@@ -46,6 +48,11 @@ class AgentMark:
     def ended(self) -> bool:
         """True once the agent has posted a reward or requested the verifier."""
         return self.outcome is not None or self.ask_verifier
+
+    @property
+    def is_posted(self) -> bool:
+        """True once the session's reward cannot change: some of its trajectories may have it, and be trained."""
+        return self.ended or self.promised is not None
 
     @property
     def turn_count(self) -> int:

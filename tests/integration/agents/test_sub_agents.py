@@ -126,10 +126,16 @@ async def test_a_reward_of_a_team_that_a_crash_cuts_short_is_posted_again_to_the
         monkeypatch.setattr(SessionTrajectory, "save_mark", save)
     async with mesh.api(index=1) as second, http_of(second) as http:
 
-        async def is_posted() -> bool:
-            return (await http.post(f"/sessions/{parent.id}/reward", json={"reward": 1.0})).status_code == 200
+        async def post(value: float) -> int:
+            return (await http.post(f"/sessions/{parent.id}/reward", json={"reward": value})).status_code
 
-        await mesh.until("the parent is taken over and rewarded", is_posted)
+        async def is_refused() -> bool:
+            if (status := await post(0.25)) == 200:
+                raise AssertionError("the rest of the team was trained by another reward")
+            return status == 422
+
+        await mesh.until("the parent is taken over, and has its reward", is_refused)
+        assert await post(1.0) == 200
     trajectories = (await mesh.batch(1)).groups[0].trajectories
     assert [t.outcome.shared_by for t in trajectories if t.outcome] == [parent.id, alone.id, parent.id]
     assert [t.shaped_reward for t in trajectories] == [1.0, 0.0, 1.0]
