@@ -2,8 +2,10 @@
 
 200 sessions at once, each of 6 turns that end with the call of a tool; a tool takes two to four seconds. The baseline
 sends the contexts of such sessions to the same generator as token ids, with the same times in tools. Overhead is the
-difference of the two times of a call, in the same turn of the same session. The generator's step lasts 10 ms, as that
-of a larger model does. Without time in tools the service is the limit.
+difference of the two times of a call, in the same turn of the same session, while both are played at once: the
+generator, which shares the processors with the service, has the same work in both. Played apart, the difference also
+has what the service takes from the generator. The generator's step lasts 10 ms, as that of a larger model does. Without
+time in tools the service is the limit.
 
 Memory is that of the service's process while 10,000 sessions of one call each come and go.
 """
@@ -14,7 +16,8 @@ import asyncio
 import itertools
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ _TOOL_SECONDS = (2.0, 4.0)
 _MEMORY_STEPS = 4
 _AT_ONCE = 50
 """Sessions at once while memory is measured."""
+_NAME_IDS = 100
+"""Token ids of names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,8 @@ class Turn:
     context_tokens: int
     answer_tokens: int
     cached_tokens: int
-    context_ids: Int32Array | None = None
+    context_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Ids of the context, where they are wanted."""
 
 
 Played = list[list[Turn]]
@@ -58,35 +64,37 @@ def run(*, quick: Quick = False) -> list[Measure]:
 
 
 async def _measure(folder: Path, sessions: int, turns: int, rounds: int, many: int) -> list[Measure]:
-    total = (rounds + 2) * sessions + many
+    total = (rounds + 3) * sessions + many
     async with agents_run(folder, sessions=total, at_once=sessions) as scene, GenerationClient() as client:
         agents = Agents(scene)
-        contexts, _ = await _play(agents.play, sessions, turns, tools=False, ids=True)
-        bare = Bare(scene, client, contexts)
-        service: list[Played] = []
-        engine: list[Played] = []
-        for _ in range(rounds):
-            service.append((await _play(agents.play, sessions, turns, tools=True))[0])
-            engine.append((await _play(bare.play, sessions, turns, tools=True))[0])
+        warm_up, _ = await _play(agents.play, sessions, turns, tools=False, ids=True)
+        bare = Bare(scene, client, warm_up)
+        plays = (agents.play, bare.play)
+        apart = [await _play(play, sessions, turns, tools=True) for play in plays]
+        together = [
+            await asyncio.gather(*(_play(play, sessions, turns, tools=True) for play in plays)) for _ in range(rounds)
+        ]
         _, busy = await _play(agents.play, sessions, turns, tools=False)
         _, bare_busy = await _play(bare.play, sessions, turns, tools=False)
         memory = await _memory(agents, scene.pid, many)
     rates = [sessions * turns / seconds for seconds in (busy, bare_busy)]
     rate = compared("calls without time in tools", rates[0], "calls/s", "the generator alone", rates[1])
-    return [*_overheads(service, engine), rate, _cached_share(service), memory]
+    service = [ours for (ours, _), _ in together]
+    return [*_overheads(together), *_overheads([apart], ", played apart"), rate, _cached_share(service), memory]
 
 
-def _overheads(service: list[Played], engine: list[Played]) -> list[Measure]:
+def _overheads(rounds: Sequence[Sequence[tuple[Played, float]]], how: str = "") -> list[Measure]:
+    """Return the times of a call through the service and straight to the generator, and their difference."""
     ours, theirs = (
-        np.array([turn.seconds for played in rounds for own in played for turn in own]) * 1000
-        for rounds in (service, engine)
+        np.array([turn.seconds for both in rounds for own in both[at][0] for turn in own]) * 1000 for at in (0, 1)
     )
-    (p50, p99), bar = np.percentile(ours - theirs, [50, 99]), (at_most("value", 10.0),)
+    p50, p99 = np.percentile(ours - theirs, [50, 99])
     medians = float(np.median(ours)), float(np.median(theirs))
+    bars = () if how else (at_most("value", 10.0),)
     return [
-        compared("a call in a session, p50", medians[0], "ms", "the same call to the generator", medians[1]),
-        Measure(name="overhead of a call, p50", value=float(p50), unit="ms", bars=bar),
-        Measure(name="overhead of a call, p99", value=float(p99), unit="ms"),
+        compared(f"a call in a session, p50{how}", medians[0], "ms", "the same call to the generator", medians[1]),
+        Measure(name=f"overhead of a call, p50{how}", value=float(p50), unit="ms", bars=bars),
+        Measure(name=f"overhead of a call, p99{how}", value=float(p99), unit="ms"),
     ]
 
 
@@ -166,35 +174,41 @@ class Agents:
                     context_tokens=usage["prompt_tokens"],
                     answer_tokens=usage["completion_tokens"],
                     cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-                    context_ids=np.array(answer["prompt_token_ids"], np.int32) if ids else None,
+                    context_ids=np.array(answer.get("prompt_token_ids", ()), np.int32),
                 )
             )
         await self._post(f"/sessions/{session['id']}/reward", {"reward": float(number % 2)})
         return played
 
     async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        response = await self._http.post(path, json=body, headers=headers)
-        if response.is_error:
-            raise RollmeshError(f"{path}: {response.status_code} {response.text}")
-        return response.json()
+        async with self._http.post(path.removeprefix("/"), json=body, headers=headers) as response:
+            if not response.ok:
+                raise RollmeshError(f"{path}: {response.status} {await response.text()}")
+            return await response.json()
 
 
 class Bare:
-    """Baseline: the same calls as token ids, to the generator."""
+    """Baseline: the same calls as token ids, to the generator.
 
-    def __init__(self, scene: AgentsRun, client: GenerationClient, contexts: Played) -> None:
+    Each session has a name of three tokens where the first contexts differ: like those of ``Agents``, it finds in the
+    prefix cache nothing that an earlier one with its words has left there.
+    """
+
+    def __init__(self, scene: AgentsRun, client: GenerationClient, warm_up: Played) -> None:
         self._record = scene.generator
         self._client = client
-        self._contexts = contexts
-        self._rounds = 0
+        self._warm_up = warm_up
+        first, second = (own[0].context_ids for own in warm_up[:2])
+        self._shared = int(np.argmin(first == second))
+        self._names = itertools.product(range(_NAME_IDS, 2 * _NAME_IDS), repeat=3)
 
     async def play(self, number: int, turns: int, *, tools: bool) -> list[Turn]:
         """Send the calls of a session."""
-        played = []
-        for at, turn in enumerate(self._contexts[number][:turns]):
-            assert turn.context_ids is not None
+        played, name = [], next(self._names)
+        for at, turn in enumerate(self._warm_up[number][:turns]):
             await _use_tool(number, at, tools)
-            call = make_call(f"bare-{number}", turn.context_ids, turn.answer_tokens, chunk_tokens=CHUNK_TOKENS)
+            context = np.insert(turn.context_ids, self._shared, name)
+            call = make_call(f"bare-{name}", context, turn.answer_tokens, chunk_tokens=CHUNK_TOKENS)
             started = time.perf_counter()
             async for _ in self._client.generate(self._record, call):
                 pass
