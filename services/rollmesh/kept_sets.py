@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,11 @@ from rollmesh.types import Int32Array, KeptSets, Trajectory
 _INT32 = np.dtype("<i4")
 _LEVEL = 1
 """Level of zlib: a higher one takes several times as long and saves a few percent."""
+
+
+def stack_sets(sets: Sequence[Int32Array]) -> KeptSets:
+    """Return the ascending ids of at least one token's set after another's."""
+    return KeptSets(counts=np.array([len(ids) for ids in sets], np.int32), ids=np.concatenate(sets))
 
 
 def slice_sets(sets: KeptSets, start: int, end: int | None = None) -> KeptSets:

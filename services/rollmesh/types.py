@@ -114,9 +114,14 @@ class SamplingParams:
     temperature: float = 1.0
     """Softmax temperature, at least ``LOWEST_TEMPERATURE``; 0 is greedy, for evaluation only."""
     top_p: float = 1.0
-    """Nucleus mass; 1 keeps the full vocabulary (training requires 1)."""
+    """Nucleus mass, of the tokens that top-k keeps; 1 keeps all."""
     top_k: int = 0
-    """Number of most likely tokens kept; 0 keeps all (training requires 0)."""
+    """Number of most likely tokens kept; 0 keeps all."""
+    min_p: float = 0.0
+    """Smallest probability kept, as a share of the most likely token's; 0 keeps all."""
+    kept_tokens: int = 0
+    """Largest kept set; truncated sampling returns the sets, and log-probabilities over them. 0: no sets (evaluation),
+    and log-probabilities over the full vocabulary."""
     seed: int = 0
     """Seed of the sampling noise (engine torch): a token's depends only on (seed, trajectory_id, position)."""
     stop_token_ids: tuple[int, ...] = ()
@@ -196,7 +201,7 @@ class Chunk:
     """Contiguous tokens of one policy version; the last chunk of a call carries the finish reason."""
 
     token_ids: Int32Array  # [tokens]; may be empty on the last chunk, and while a call has no token to send
-    behavior_logprobs: Float32Array  # [tokens], log_softmax(z/T) over the full vocabulary (raw log_softmax at T=0)
+    behavior_logprobs: Float32Array  # [tokens], log_softmax(z/T) over the kept set, else the vocabulary (raw at T=0)
     policy_version: int
     kv_min_version: int
     finish_reason: FinishReason | None = None

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rollmesh.generator.engines.engine_protocol import Engine
+from rollmesh.kept_sets import join_sets
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
 
 from .waiting import reached
@@ -25,12 +35,38 @@ def load_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def hf_logprobs(folder: Path, ids: Int32Array, temperature: float = 1.0) -> Float32Array:
-    """log_softmax(z / T) of every token after the first, by plain teacher forcing, float32 [tokens - 1]."""
+def hf_logits(folder: Path, ids: Int32Array) -> torch.Tensor:
+    """Logits of every token after the first, by plain teacher forcing, float32 [tokens - 1, vocab]."""
     with torch.inference_mode():
-        tokens = torch.from_numpy(ids.astype(np.int64))
-        logprobs = torch.log_softmax(load_model(folder)(tokens[None]).logits[0] / (temperature or 1.0), dim=-1)
-        return logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
+        found: torch.Tensor = load_model(folder)(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
+        return found
+
+
+def hf_logprobs(folder: Path, ids: Int32Array, temperature: float = 1.0) -> Float32Array:
+    """log_softmax(z / T) of every token after the first, float32 [tokens - 1]."""
+    logprobs = torch.log_softmax(hf_logits(folder, ids) / (temperature or 1.0), dim=-1)
+    return logprobs.gather(1, torch.from_numpy(ids[1:, None].astype(np.int64))).squeeze(1).numpy()
+
+
+def hf_truncated(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """The distributions that transformers' generate draws from, float64 [rows, vocab]; 0 for what it drops."""
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    scores = logits.double()
+    for warper in warpers:
+        scores = warper(torch.empty(0), scores)
+    return torch.softmax(scores, -1)
+
+
+def logprob_over(kept: Sequence[int], token: int, logits: torch.Tensor, temperature: float) -> float:
+    """log(exp(z/T) of the token / sum of exp(z/T) of the kept ones), by a loop in float64."""
+    z = [float(logits[each]) / temperature for each in kept]
+    return float(logits[token]) / temperature - max(z) - math.log(math.fsum(math.exp(each - max(z)) for each in z))
 
 
 def prompt_ids(seed: int, count: int = 12) -> Int32Array:
@@ -72,6 +108,14 @@ class Rollout:
         return np.concatenate([np.empty(0, np.float32), *(c.behavior_logprobs for c in self.chunks)])
 
     @property
+    def kept(self) -> list[list[int]]:
+        """The kept set of every token."""
+        sets = join_sets((len(c.token_ids), c.kept_sets) for c in self.chunks)
+        if sets is None:
+            return [[] for _ in self.tokens]
+        return [part.tolist() for part in np.split(sets.ids, np.cumsum(sets.counts))[:-1]]
+
+    @property
     def reason(self) -> FinishReason | None:
         return self.chunks[-1].finish_reason
 
@@ -86,11 +130,15 @@ class Rollout:
     def check_pure(self, folders: list[Path]) -> None:
         """Every token's log-probability is that of the version that it is stamped with, recomputed from scratch."""
         assert all(pure == version for version, pure in self.stamps)
-        at = len(self.call.context_ids) - 1
+        at, temperature = len(self.call.context_ids) - 1, self.call.sampling.temperature
+        kept = dict(enumerate(self.kept, at))
         for chunk in self.chunks:
-            wanted = hf_logprobs(folders[chunk.policy_version], self.ids, self.call.sampling.temperature)
-            np.testing.assert_allclose(chunk.behavior_logprobs, wanted[at : at + len(chunk.token_ids)], atol=1e-4)
-            at += len(chunk.token_ids)
+            logits = hf_logits(folders[chunk.policy_version], self.ids)
+            wanted = hf_logprobs(folders[chunk.policy_version], self.ids, temperature)
+            span = range(at, at := at + len(chunk.token_ids))
+            if chunk.kept_sets is not None:
+                wanted[span] = [logprob_over(kept[i], int(self.ids[i + 1]), logits[i], temperature) for i in span]
+            np.testing.assert_allclose(chunk.behavior_logprobs, wanted[span], atol=1e-4)
 
 
 async def collect(engine: Engine, call: GenerationCall) -> Rollout:

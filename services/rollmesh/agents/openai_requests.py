@@ -41,7 +41,6 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((False,), "there is no web search"),
     "service_tier": (("auto", "default"), "there are no tiers"),
     "store": ((False,), "calls are recorded in sessions: POST /v1/sessions"),
-    "min_p": ((0,), "use top_p or top_k"),
     "repetition_penalty": ((1,), "penalties change the distribution that logprobs are over"),
     "min_tokens": ((0,), "omit it: an answer may end at any token"),
     "ignore_eos": ((False,), "omit it: an answer ends at the model's end token"),
@@ -113,10 +112,13 @@ class Sampling(Closed):
     temperature: Annotated[float, Field(ge=0, le=10), AfterValidator(greedy_or_resolvable)] | None = None
     """Softmax temperature; 0 is greedy. Defaults to 1, or to the run's temperature in a session."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus mass; not supported in a session."""
+    """Nucleus mass of the tokens that top_k keeps. A session has the run's own."""
     top_k: int | None = Field(default=None, ge=-1, le=MOST_INT32)
-    """Number of most likely tokens to sample from; 0 and -1 keep all. Not supported in a session. (Not part of OpenAI's
-    API.)"""
+    """Number of most likely tokens to sample from; 0 and -1 keep all. A session has the run's own. (Not part of
+    OpenAI's API.)"""
+    min_p: float | None = Field(default=None, ge=0, lt=1)
+    """Smallest probability to sample from, as a share of the most likely token's. A session has the run's own. (Not
+    part of OpenAI's API.)"""
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     """Texts that end the answer and are not part of it."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
@@ -213,7 +215,8 @@ class ChatRequest(ConversationRequest):
     max_completion_tokens: TokenCount | None = None
     """Alias of max_tokens."""
     logprobs: bool | None = None
-    """Send the log-probability of each token (over the full vocabulary, at the sampling temperature)."""
+    """Send the log-probability of each token, at the sampling temperature: over the full vocabulary, in a session over
+    the tokens that it was drawn from."""
     add_special_tokens: Literal[False] | None = None
     """Must be false: the chat template writes them. (Not part of OpenAI's API.)"""
     continue_final_message: bool | None = None

@@ -104,6 +104,7 @@ def parse_request(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
             seed=0 if request.seed is None else request.seed % 2**63,
             stop_token_ids=tokenizer.eos_token_ids,
         ),
@@ -123,23 +124,17 @@ def too_long(tokens: int, most: int, field: str) -> OpenAiError:
 
 def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
     """Raise OpenAiError for fields that a session does not support: its tokens must come from the policy as trained."""
-    temperature = config.rollout.temperature
     if "@" in request.model:
         raise invalid(
             f"model: a session samples from the newest policy; send {config.name!r}, or name no session",
             "model",
         )
-    if request.temperature is not None and request.temperature != temperature:
-        raise invalid(
-            f"temperature: {request.temperature:g} in a session, but the run trains at rollout.temperature="
-            f"{temperature:g}; omit it or send {temperature:g}",
-            "temperature",
-        )
-    for name, value, off in (("top_p", request.top_p, 1.0), ("top_k", max(request.top_k or 0, 0), 0)):
-        if value not in (None, off):
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value, trained = getattr(request, name), getattr(config.rollout, name)
+        if value is not None and max(value, 0) != trained:
             raise invalid(
-                f"{name}: {value:g} in a session, whose tokens are trained on: they must be sampled from the full "
-                f"vocabulary; omit it or send {off:g}",
+                f"{name}: {value:g} in a session, but the run trains at rollout.{name}={trained:g}; omit it or send "
+                f"{trained:g}",
                 name,
             )
     if request.prompt_count > 1:

@@ -19,8 +19,9 @@ FIXED: Mapping[str, str] = {
     f"it defines a rollout, and {_NOT_COMPARABLE}": (
         "rollout.program rollout.agent.contexts rollout.agent.function rollout.environment rollout.environment_options "
         "data.chat_template_kwargs rollout.max_turns rollout.max_new_tokens rollout.temperature "
-        "curriculum.token_budget curriculum.token_budget_options curriculum.turn_budget "
-        "curriculum.turn_budget_options curriculum.planner curriculum.planner_options curriculum.most_members "
+        "rollout.top_p rollout.top_k rollout.min_p curriculum.token_budget curriculum.token_budget_options "
+        "curriculum.turn_budget curriculum.turn_budget_options curriculum.planner curriculum.planner_options "
+        "curriculum.most_members "
         "generator.engine"
     ),
     f"it defines the score of an answer, and {_NOT_COMPARABLE}": (

@@ -25,10 +25,7 @@ from rollmesh.user_code import CODE_FOLDER
 
 ENV_PREFIX = "ROLLMESH_"
 """Prefix of the environment variables that override fields: ``ROLLMESH_A__B`` is ``a.b``."""
-_FULL_VOCABULARY = "training samples from the full vocabulary; evaluation.top_p and evaluation.top_k remain"
 _LEFT_OUT: Mapping[tuple[str, str], str] = {
-    ("rollout", "top_p"): _FULL_VOCABULARY,
-    ("rollout", "top_k"): _FULL_VOCABULARY,
     ("model", "trust_remote_code"): "only model code of transformers is used",
 }
 """Fields that other systems have and a run file does not, with the reason."""

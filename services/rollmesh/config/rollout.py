@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rollmesh.config.section import Section, Temperature
-from rollmesh.types import LARGEST_REWARD, LOWEST_TEMPERATURE
+from rollmesh.types import LARGEST_REWARD, LOWEST_TEMPERATURE, SamplingParams
 
 
 class AgentConfig(Section):
@@ -39,6 +39,12 @@ class AgentConfig(Section):
         return self
 
 
+def _off_or_a_choice(top_k: int) -> int:
+    if top_k == 1:
+        raise ValueError("1 is greedy: the only kept token has probability 1, whatever is learned; set 0 (off) or 2")
+    return max(top_k, 0)
+
+
 class RolloutConfig(Section):
     """Program and limits of a rollout."""
 
@@ -59,6 +65,17 @@ class RolloutConfig(Section):
     """Token budget of a response, environment tokens included."""
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE)
     """Softmax temperature of training rollouts; 0 is for evaluation only."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass of training rollouts, of the tokens that ``top_k`` keeps; 1 keeps all. Where top_p, top_k or min_p
+    truncate, every token carries the set that it was drawn from, and training, its audit and all log-probabilities
+    renormalise over this set (docs/methods.md)."""
+    top_k: Annotated[int, AfterValidator(_off_or_a_choice)] = Field(default=0, ge=-1)
+    """Most likely tokens kept in training rollouts; 0 and -1 keep all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Smallest probability kept in training rollouts, as a share of the most likely token's; 0 keeps all."""
+    kept_tokens: int = Field(default=1024, ge=2, le=65_536)
+    """Largest set that a token may be drawn from where sampling is truncated. A trajectory with a larger set becomes a
+    dead letter; ``top_k`` bounds the sets."""
     partial_save_tokens: int = Field(default=64, ge=1, le=8192)
     """Interval of partial saves in tokens, and the most tokens per rollout that kill -9 of a worker loses: generators
     do not run further ahead. Below 32, a call waits for the save of each chunk. An engine may have another default; see
@@ -81,6 +98,32 @@ class RolloutConfig(Section):
     report them with their heartbeats. 0: all rollouts count."""
     worker_concurrency: int = Field(default=1024, ge=1)
     """Maximum number of trajectories that one rollout worker process runs at once."""
+
+    @property
+    def truncated(self) -> bool:
+        """True if training rollouts sample from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def sampling(self, seed: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Return the sampling parameters of training rollouts."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            kept_tokens=self.kept_tokens if self.truncated else 0,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+        )
+
+    @model_validator(mode="after")
+    def _top_k_is_kept(self) -> RolloutConfig:
+        if self.top_k > self.kept_tokens:
+            raise ValueError(
+                f"top_k={self.top_k} is more than kept_tokens={self.kept_tokens}, the largest set of a token; lower "
+                "rollout.top_k or raise rollout.kept_tokens"
+            )
+        return self
 
 
 class RewardConfig(Section):

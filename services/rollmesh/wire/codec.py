@@ -44,7 +44,7 @@ _OUTCOME_BACK: dict[Any, OutcomeKind] = {v: k for k, v in _OUTCOME.items()}
 _SOURCE: dict[SegmentSource, Any] = {s: pb.SegmentSource.Value(f"SEGMENT_SOURCE_{s.name}") for s in SegmentSource}
 _SOURCE_BACK: dict[Any, SegmentSource] = {v: k for k, v in _SOURCE.items()}
 
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed")
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "kept_tokens", "seed")
 _SEGMENT_FIELDS = ("policy_version", "kv_min_version", "temperature")
 _OUTCOME_FIELDS = ("value", "message", "shared_by")
 _TRAJECTORY_FIELDS = (

@@ -123,12 +123,12 @@ def error_from_rpc(
 ) -> DataError | EngineError | GenerationRefused:
     """Convert the gRPC error of a failed call into a rollmesh error.
 
-    An error that the generator reported before the first token keeps its class. A lost connection, a time-out and any
-    error after a token are an EngineError.
+    A DataError keeps its class, and so does a refusal before the first token. A lost connection, a time-out and any
+    other error after a token are an EngineError.
     """
     text = explain(error.details() or error.code().name)
     name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
     kind = ERRORS.get(str(name), EngineError)
-    if kind is EngineError or received:
+    if kind is EngineError or (received and kind is not DataError):
         return EngineError(f"generator {address}: {error.code().name}: {text}")
     return kind(text)

@@ -57,9 +57,7 @@ class WorkerSettings:
             return load_budget(field, name, options, most=most, train_steps=config.trainer.train_steps)
 
         return cls(
-            params=SamplingParams(
-                temperature=rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
-            ),
+            params=rollout.sampling(config.seed, tokenizer.eos_token_ids),
             calls=CallLimits(
                 vocab_size=tokenizer.vocab_size,
                 max_context_tokens=config.generator.max_context_tokens,

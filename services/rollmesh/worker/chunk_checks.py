@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from rollmesh.errors import RollmeshError
 from rollmesh.types import LOWEST_LOGPROB, Chunk, FinishReason
 
@@ -31,6 +33,8 @@ class Expected:
     pinned_version: int | None
     stop_token_ids: Collection[int]
     max_context_tokens: int
+    kept_tokens: int = 0
+    """Largest kept set; 0 for chunks without sets."""
 
 
 def check_chunk(chunk: Chunk, expected: Expected, *, remaining: int, context_tokens: int) -> None:
@@ -53,6 +57,7 @@ def check_chunk(chunk: Chunk, expected: Expected, *, remaining: int, context_tok
             raise GarbageAnswer(
                 "logprob", f"behavior_logprobs are {smallest} to {largest}, expected {LOWEST_LOGPROB:g} to 0"
             )
+        _check_sets(chunk, expected)
     match chunk.finish_reason:
         case FinishReason.STOP:
             if not count or int(chunk.token_ids[-1]) not in expected.stop_token_ids:
@@ -62,6 +67,18 @@ def check_chunk(chunk: Chunk, expected: Expected, *, remaining: int, context_tok
                 raise GarbageAnswer("finish_reason", f"length with {remaining - count} tokens left of the budget")
         case FinishReason.ENVIRONMENT:
             raise GarbageAnswer("finish_reason", "a generator cannot end a trajectory for the environment")
+
+
+def _check_sets(chunk: Chunk, expected: Expected) -> None:
+    counts = np.zeros(len(chunk.token_ids), np.int32) if chunk.kept_sets is None else chunk.kept_sets.counts
+    most = expected.kept_tokens
+    if not (counts > 0).all() if most else counts.any():
+        found = f"{np.count_nonzero(counts)} of {len(counts)} tokens have a kept set"
+        raise GarbageAnswer("kept_sets", f"{found}, expected {'all: sampling is truncated' if most else 'none'}")
+    if counts.max() > most:
+        raise GarbageAnswer("kept_sets", f"a kept set of {counts.max()} tokens, expected at most {most}")
+    if chunk.kept_sets is not None and chunk.kept_sets.ids.max(initial=0) >= expected.vocab_size:
+        raise GarbageAnswer("kept_sets", f"a kept set has an id outside [0, {expected.vocab_size})")
 
 
 def _check_version(chunk: Chunk, expected: Expected) -> None:

@@ -293,6 +293,7 @@ class Caller:
             pinned_version=need.pinned_version,
             stop_token_ids=params.stop_token_ids,
             max_context_tokens=self._limits.max_context_tokens,
+            kept_tokens=params.kept_tokens,
         )
         context = active.prompt_token_count + active.token_count
         check_chunk(chunk, expected, remaining=goal - active.token_count, context_tokens=context)

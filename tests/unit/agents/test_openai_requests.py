@@ -57,7 +57,7 @@ def config(tmp_path: Path) -> Any:
         {"logit_bias": {}},
         {"presence_penalty": 0}, {"frequency_penalty": 0.0}, {"parallel_tool_calls": True}, {"store": False},
         {"service_tier": "auto"}, {"user": "me"}, {"metadata": {"a": 1}}, {"stream": None}, {"stop": None}, {"n": 1},
-        {"min_p": 0}, {"min_p": 0.0}, {"prompt_cache_key": "run-1"}, {"safety_identifier": "me"}, {"min_tokens": 0},
+        {"prompt_cache_key": "run-1"}, {"safety_identifier": "me"}, {"min_tokens": 0},
         {"repetition_penalty": 1.0}, {"ignore_eos": False}, {"stop_token_ids": []}, {"top_logprobs": 0},
         {"skip_special_tokens": True}, {"stream_options": {"include_obfuscation": False}}, {"min_p": None},
         {"stream_options": {"include_usage": None}}, {"return_token_ids": None}, {"a_field_of_another_server": None},
@@ -94,7 +94,7 @@ def test_the_flags_with_which_other_servers_continue_a_begun_answer_are_accepted
         ({"logit_bias": {"5": 1}}, "logit_bias: not supported"),
         ({"best_of": 2}, "best_of: not supported"),
         ({"store": True}, "store: not supported; calls are recorded in sessions"),
-        ({"min_p": 0.1}, "min_p: not supported; use top_p or top_k"),
+        ({"min_p": 1}, "less than 1"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens: not supported; send return_token_ids"),
         ({"top_k": -2}, "greater than or equal to -1"),
@@ -314,7 +314,7 @@ def test_a_model_without_a_chat_template_says_so(config: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("extra", "field"),
     [({"temperature": 1.0}, "temperature"), ({"top_p": 0.5}, "top_p"), ({"top_k": 1}, "top_k"), ({"n": 2}, "n"),
-     ({"seed": 0}, "seed"), ({"model": "trial@3"}, "model")],
+     ({"min_p": 0.1}, "min_p"), ({"seed": 0}, "seed"), ({"model": "trial@3"}, "model")],
 )  # fmt: skip
 def test_a_session_samples_as_the_run_trains(extra: dict[str, Any], field: str, config: Any) -> None:
     with pytest.raises(OpenAiError) as refused:
@@ -323,8 +323,16 @@ def test_a_session_samples_as_the_run_trains(extra: dict[str, Any], field: str, 
     with pytest.raises(OpenAiError, match="prompt: 2 prompts in a session"):
         check_recordable(CompletionRequest.model_validate({**TEXT, "prompt": ["a", "b"]}), config)
     for top_k in (0, -1):
-        neutral = {"temperature": 0.8, "top_p": 1, "top_k": top_k, "n": 1}
+        neutral = {"temperature": 0.8, "top_p": 1, "top_k": top_k, "min_p": 0, "n": 1}
         check_recordable(ChatRequest.model_validate({**CHAT, **neutral}), config)
+
+
+def test_a_session_of_a_run_with_truncated_sampling_takes_the_run_s_own_truncation_only(config: Any) -> None:
+    truncated = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9, "top_k": 5})})
+    check_recordable(ChatRequest.model_validate({**CHAT, "top_p": 0.9, "top_k": 5}), truncated)
+    for extra in ({"top_p": 1}, {"top_k": 0}, {"top_k": -1}):
+        with pytest.raises(OpenAiError, match=r"the run trains at rollout\.(top_p=0\.9|top_k=5); omit it or send"):
+            check_recordable(ChatRequest.model_validate({**CHAT, **extra}), truncated)
 
 
 def test_a_field_that_a_client_sends_as_null_is_not_set() -> None:

@@ -21,7 +21,7 @@ MAY_CHANGE: dict[str, str] = {
     "data": "max_prompt_tokens",
     "rollout": (
         "agent.function_options agent.idle_timeout_seconds agent.open_on_first_call environment_timeout_seconds "
-        "partial_save_tokens chunk_timeout_seconds placement most_waiting worker_concurrency"
+        "kept_tokens partial_save_tokens chunk_timeout_seconds placement most_waiting worker_concurrency"
     ),
     "reward": "address timeout_seconds workers memory_limit_bytes",
     "schedule": "cut_order part_groups segment_tokens pool_size straggler_timeout_seconds max_filtered_in_a_row",

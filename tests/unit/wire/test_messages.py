@@ -174,7 +174,9 @@ CALL = GenerationCall(
     context_ids=np.array([5, 6, 7], np.int32),
     prompt_token_count=2,
     max_new_token_count=9,
-    sampling=SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=-3, stop_token_ids=(1, 2)),
+    sampling=SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, kept_tokens=9, seed=-3, stop_token_ids=(1, 2)
+    ),
     chunk_token_count=4,
 )
 
@@ -241,10 +243,11 @@ def rpc_error(code: grpc.StatusCode, kind: str | None) -> grpc.aio.AioRpcError:
         (grpc.StatusCode.UNAVAILABLE, None, False, EngineError),
         (grpc.StatusCode.INVALID_ARGUMENT, None, False, EngineError),
         (grpc.StatusCode.FAILED_PRECONDITION, "GenerationRefused", True, EngineError),
+        (grpc.StatusCode.INVALID_ARGUMENT, "DataError", True, DataError),
         (grpc.StatusCode.INTERNAL, "SomethingElse", False, EngineError),
     ],
 )
-def test_only_a_refusal_on_purpose_and_before_the_first_token_is_one(code, kind, received, expected):
+def test_only_an_invalid_call_and_a_refusal_before_the_first_token_keep_their_class(code, kind, received, expected):
     error = error_from_rpc(rpc_error(code, kind), "host:1", received)
     assert type(error) is expected
     assert "why" in str(error)

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rollmesh.kept_sets import stack_sets
 from rollmesh.types import Chunk, FinishReason
 from rollmesh.worker.chunk_checks import Expected, GarbageAnswer, check_chunk
 
@@ -16,7 +17,7 @@ EXPECTED = Expected(
 )
 
 
-def chunk(ids=(1, 2), logprobs=None, version=4, kv=None, finish=None):
+def chunk(ids=(1, 2), logprobs=None, version=4, kv=None, finish=None, kept=None):
     ids = np.asarray(ids, np.int32)
     return Chunk(
         token_ids=ids,
@@ -24,6 +25,7 @@ def chunk(ids=(1, 2), logprobs=None, version=4, kv=None, finish=None):
         policy_version=version,
         kv_min_version=version if kv is None else kv,
         finish_reason=finish,
+        kept_sets=None if kept is None else stack_sets([np.array(each, np.int32) for each in kept]),
     )
 
 
@@ -83,3 +85,26 @@ def test_a_pinned_call_takes_no_other_version():
     check(chunk(version=4), expected=pinned)
     with pytest.raises(GarbageAnswer, match="pinned to 4"):
         check(chunk(version=5), expected=pinned)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (chunk(), "0 of 2 tokens have a kept set, expected all"),
+        (chunk(kept=([1], [])), "1 of 2 tokens have a kept set, expected all"),
+        (chunk(kept=([1, 3], [2, 3, 4, 5])), "a kept set of 4 tokens, expected at most 3"),
+        (chunk(kept=([1, 3], [2, 100])), "outside"),
+    ],
+)
+def test_of_a_call_with_truncated_sampling_every_token_needs_a_kept_set_within_the_bound(answer, text):
+    truncated = replace(EXPECTED, kept_tokens=3)
+    check(chunk(kept=([1, 3], [2, 3, 4])), expected=truncated)
+    check(chunk(ids=(), finish=FinishReason.INTERRUPTED), expected=truncated)
+    with pytest.raises(GarbageAnswer, match=text) as error:
+        check(answer, expected=truncated)
+    assert error.value.reason == "kept_sets"
+
+
+def test_a_call_with_full_sampling_takes_no_kept_sets():
+    with pytest.raises(GarbageAnswer, match="2 of 2 tokens have a kept set, expected none"):
+        check(chunk(kept=([1], [2])))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rollmesh.errors import EngineError
+from rollmesh.generator.engines.call_limits import set_too_large
 from rollmesh.generator.engines.engine_protocol import EngineCounters
 from rollmesh.generator.engines.torch.adapters import BASE, Factors
 from rollmesh.generator.engines.torch.decode_step import Stepper
@@ -20,7 +21,7 @@ from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache
 from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder, sample
 from rollmesh.generator.engines.torch.slots import RunningCall, SlotTable
-from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array
+from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, KeptSets
 
 _HISTORY = 512
 
@@ -87,8 +88,9 @@ class RunningBatch:
         """Sample one token for every active call and emit the chunks that are due; requires an active call."""
         order = self._schedule()
         logits = self._stepper.logits(self._tokens)
-        self._tokens, drawn = sample(logits, order.next_noise(), order.sampling)
-        self._postprocess(order, self._tokens.cpu().numpy(), drawn.cpu().numpy())
+        drawn = sample(logits, order.next_noise(), order.sampling)
+        self._tokens = drawn.tokens
+        self._postprocess(order, drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy(), drawn.kept_sets)
 
     def _schedule(self) -> RowOrder:
         """Return the order of the active calls' rows, and prepare the model for it; both last until rows change."""
@@ -103,9 +105,9 @@ class RunningBatch:
             self._planned_steps = self._stepper.prepare(self.slots.cached(self._rows), self.slots.places[self._rows])
         return self._order
 
-    def _postprocess(self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array) -> None:
+    def _postprocess(self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array, sets: KeptSets | None) -> None:
         """Record the tokens of a step, [rows] each; look at single calls only if one has ended or a chunk is due."""
-        self.slots.record(tokens, logprobs)
+        self.slots.record(tokens, logprobs, sets)
         self._planned_steps -= 1
         order.steps_left -= 1
         self.decode_steps += 1
@@ -120,9 +122,7 @@ class RunningBatch:
             call = self.slots.calls[order.slots[row]]
             assert call is not None
             if not finite[row]:
-                name, version = call.request.trajectory_id, self._version_of(call)
-                error = EngineError(f"the logits of {name} are not finite under policy version {version}")
-                self.outbox.append((call, error))
+                self.outbox.append((call, self._failure(call)))
                 self.remove(call)
             elif stopped[row]:
                 self._finish(call, FinishReason.STOP)
@@ -133,6 +133,14 @@ class RunningBatch:
                 self._hold_if_blocked(call)
         if self._order is not None:
             order.steps_left = self.slots.steps_left(order.slots)
+
+    def _failure(self, call: RunningCall) -> Exception:
+        """Return the error of a call whose last token has no log-probability."""
+        most = call.request.sampling.kept_tokens
+        if self.slots.last_set_size(call.slot) > most:
+            return set_too_large(most)
+        name, version = call.request.trajectory_id, self._version_of(call)
+        return EngineError(f"the logits of {name} are not finite under policy version {version}")
 
     def admit(self, calls: Sequence[RunningCall]) -> None:
         """Prefill calls and put them into slots; the caller has checked free slots and cache room."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.generator.engines.torch.kernels import Int64Array
+from rollmesh.types import KeptSets
 
 UInt64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
@@ -50,13 +51,20 @@ def uniforms(keys: UInt64Array, positions: Int64Array) -> npt.NDArray[np.float64
     return ((x >> _S16).astype(np.float64) + 0.5) * 2.0**-_BITS
 
 
+PARAMETERS = np.dtype([("temperature", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("min_p", "f8"), ("kept_tokens", "i8")])
+"""Sampling parameters of a row, by their names in SamplingParams."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restriction:
-    """Top-p and top-k of the rows that sample from a part of the vocabulary (evaluation only)."""
+    """Truncation of the rows that sample from a part of the vocabulary."""
 
     rows: Tensor  # int64 [restricted]
     top_p: Tensor  # float64 [restricted, 1]
     top_k: Tensor  # int64 [restricted, 1]; vocabulary size where it is off
+    min_p: Tensor  # float64 [restricted, 1]
+    keeping: Tensor | None  # int64 [keeping], rows whose sets are returned; None if there are none
+    most_kept: Tensor  # int64 [keeping], largest set of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,35 +74,37 @@ class StepSampling:
     inverse_temperature: Tensor | None = None  # float32 [rows, 1]; 1 in greedy rows
     greedy: Tensor | None = None  # bool [rows, 1]
     restriction: Restriction | None = None
+    keeping: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # [keeping], rows with kept sets
 
     @classmethod
-    def of_rows(
-        cls,
-        temperature: npt.NDArray[np.float64],
-        top_p: npt.NDArray[np.float64],
-        top_k: Int64Array,
-        vocab_size: int,
-        device: torch.device,
-    ) -> Self:
-        """Build the parameters of rows with these temperatures (0 is greedy), top-p and top-k (0 is off), [rows]."""
+    def of_rows(cls, parameters: npt.NDArray[np.void], vocab_size: int, device: torch.device) -> Self:
+        """Build the parameters of rows with these ``PARAMETERS``, [rows]."""
 
         def column(values: npt.NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(values).unsqueeze(1).to(device)
 
+        temperature, top_p, top_k, min_p, kept = (parameters[name] for name in PARAMETERS.names or ())
         greedy = temperature == 0
         inverse = None
         if (temperature != 1.0).any():
             inverse = column((1.0 / np.where(greedy, 1.0, temperature)).astype(np.float32))
-        restricted = np.flatnonzero((top_p < 1.0) | (top_k > 0))
+        truncated = (top_p < 1.0) | (top_k > 0) | (min_p > 0.0)
+        restricted, keeping = np.flatnonzero(truncated), np.flatnonzero(truncated & (kept > 0))
         restriction = None
         if len(restricted):
             restriction = Restriction(
                 rows=torch.from_numpy(restricted).to(device),
                 top_p=column(top_p[restricted]),
                 top_k=column(np.where(top_k > 0, top_k, vocab_size)[restricted]),
+                min_p=column(min_p[restricted]),
+                keeping=torch.from_numpy(keeping).to(device) if len(keeping) else None,
+                most_kept=torch.from_numpy(kept[keeping]).to(device),
             )
         return cls(
-            inverse_temperature=inverse, greedy=column(greedy) if greedy.any() else None, restriction=restriction
+            inverse_temperature=inverse,
+            greedy=column(greedy) if greedy.any() else None,
+            restriction=restriction,
+            keeping=keeping,
         )
 
 
@@ -133,11 +143,20 @@ class RowOrder:
         return found
 
 
-def sample(logits: Tensor, noise: Tensor, sampling: StepSampling) -> tuple[Tensor, Tensor]:
+class Drawn(NamedTuple):
+    """Tokens that a step has drawn."""
+
+    tokens: Tensor  # int64 [rows]
+    logprobs: Tensor  # float32 [rows]
+    kept_sets: KeptSets | None  # of the keeping rows
+
+
+def sample(logits: Tensor, noise: Tensor, sampling: StepSampling) -> Drawn:
     """Draw one token per row.
 
-    ``logits`` [rows, vocab], ``noise`` float64 [rows, 1]. Returns token ids int64 [rows] and behavior_logprobs
-    float32 [rows]: log_softmax(z/T) over the full vocabulary, regardless of top-p and top-k; log_softmax(z) at T=0.
+    ``logits`` [rows, vocab], ``noise`` float64 [rows, 1]. Log-probabilities are those of log_softmax(z/T) over the kept
+    set in keeping rows, NaN where it is too large, and over the full vocabulary in others, whatever they are drawn
+    from; log_softmax(z) at T=0.
     """
     z = logits.float()
     if sampling.inverse_temperature is not None:
@@ -151,11 +170,20 @@ def sample(logits: Tensor, noise: Tensor, sampling: StepSampling) -> tuple[Tenso
     if sampling.greedy is not None:
         tokens = torch.where(sampling.greedy, z.argmax(-1, keepdim=True), tokens)
     logprobs = probabilities.gather(1, tokens).log_()
-    return tokens.squeeze(1), logprobs.squeeze(1)
+    sets = None
+    if sampling.restriction is not None and (keeping := sampling.restriction.keeping) is not None:
+        weights = kept[keeping]
+        counts = (weights > 0).sum(1)
+        of_set = (weights.gather(1, tokens[keeping]) / cumulative[keeping, -1:]).log()
+        too_large = (counts > sampling.restriction.most_kept).unsqueeze(1)
+        logprobs[keeping] = of_set.masked_fill(too_large, torch.nan).float()
+        ids = weights.nonzero()[:, 1]
+        sets = KeptSets(counts=counts.int().cpu().numpy(), ids=ids.int().cpu().numpy())
+    return Drawn(tokens.squeeze(1), logprobs.squeeze(1), sets)
 
 
 def _restrict(probabilities: Tensor, restriction: Restriction) -> Tensor:
-    """Zero the tokens dropped by top-k and then top-p; keep the most likely token."""
+    """Zero the tokens dropped by top-k, by top-p of what it keeps, and by min-p; keep the most likely token."""
     rows = probabilities[restriction.rows]
     ordered, order = rows.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(rows.shape[-1], device=rows.device)
@@ -163,6 +191,7 @@ def _restrict(probabilities: Tensor, restriction: Restriction) -> Tensor:
     mass = within_k.cumsum(-1, dtype=torch.float64)
     # A token is kept while the mass before it is below top_p of the mass kept by top-k.
     keep = (mass - within_k) < restriction.top_p * mass[:, -1:]
+    keep &= within_k >= restriction.min_p * within_k[:, :1]
     kept = torch.zeros_like(rows).scatter_(1, order, within_k * keep)
     result = probabilities.clone()
     result[restriction.rows] = kept

@@ -15,8 +15,9 @@ import torch
 from rollmesh.generator.engines.call_limits import Backlog
 from rollmesh.generator.engines.torch.adapters import BASE
 from rollmesh.generator.engines.torch.kernels import Int64Array
-from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder, StepSampling, noise_key
-from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array
+from rollmesh.generator.engines.torch.sampling import PARAMETERS, BoolArray, RowOrder, StepSampling, noise_key
+from rollmesh.kept_sets import stack_sets
+from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, KeptSets
 
 CAPACITY = 256
 """Number of undelivered tokens that a slot can hold; also the longest chunk."""
@@ -82,9 +83,11 @@ class SlotTable:
         self._keys = np.zeros(count, np.uint64)
         self._positions = np.zeros(count, np.int64)
         """Response positions of the first tokens."""
-        self._temperatures = np.ones(count, np.float64)
-        self._top_p = np.ones(count, np.float64)
-        self._top_k = np.zeros(count, np.int64)
+        self._sampling = np.zeros(count, PARAMETERS)
+        self._sets: list[list[Int32Array]] = [[] for _ in range(count)]
+        """Kept sets of the undelivered tokens."""
+        self._keeping = np.zeros(0, np.int64)
+        """Slots of the arranged rows that keep sets."""
         self._stops = np.full((count, 1), -1, np.int64)
         self._delivered = np.zeros(count, np.int64)
         self._due_at = np.zeros(count, np.int64)
@@ -109,9 +112,8 @@ class SlotTable:
         self._prefilled[slot] = cached
         self._keys[slot] = call.noise_key
         self._positions[slot] = call.position
-        self._temperatures[slot] = sampling.temperature
-        self._top_p[slot] = sampling.top_p
-        self._top_k[slot] = sampling.top_k
+        self._sampling[slot] = tuple(getattr(sampling, name) for name in PARAMETERS.names or ())
+        self._sets[slot] = []
         stops = sampling.stop_token_ids
         if (missing := len(stops) - self._stops.shape[1]) > 0:
             self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=-1)
@@ -134,14 +136,21 @@ class SlotTable:
         found: Int64Array = self._prefilled[slots] + self._sampled.counts(slots)
         return found
 
-    def record(self, tokens: Int64Array, logprobs: Float32Array) -> None:
+    def record(self, tokens: Int64Array, logprobs: Float32Array, sets: KeptSets | None) -> None:
         """Store the tokens of one step, [rows] each, in the order of the last ``arrange``."""
         self._sampled.append(tokens, logprobs)
+        if sets is not None:
+            for slot, ids in zip(self._keeping, np.split(sets.ids, np.cumsum(sets.counts)[:-1]), strict=True):
+                self._sets[slot].append(ids)
         self.cached_total += len(tokens)
         self._step_count += 1
 
     def undelivered(self, slot: int) -> int:
         return int(self._sampled.counts(slot) - self._delivered[slot])
+
+    def last_set_size(self, slot: int) -> int:
+        """Return the size of the set that the slot's last token was drawn from; 0 without kept sets."""
+        return len(self._sets[slot][-1]) if self._sets[slot] else 0
 
     def schedule_chunk(self, call: RunningCall) -> None:
         """Set the end of a call's next chunk; all its tokens must be delivered.
@@ -153,6 +162,7 @@ class SlotTable:
 
     def take_chunk(self, call: RunningCall, version: int, reason: FinishReason | None) -> Chunk:
         token_ids, logprobs = self._sampled.since(call.slot, int(self._delivered[call.slot]))
+        sets, self._sets[call.slot] = self._sets[call.slot], []
         chunk = Chunk(
             token_ids=token_ids,
             behavior_logprobs=logprobs,
@@ -160,6 +170,7 @@ class SlotTable:
             kv_min_version=call.kv_min_version,
             finish_reason=reason,
             cached_token_count=call.cached_token_count,
+            kept_sets=stack_sets(sets) if sets else None,
         )
         call.cached_token_count = 0
         call.written.append(token_ids)
@@ -172,13 +183,13 @@ class SlotTable:
         """Gather the arrays in the order of ``slots`` (the rows of the cache)."""
         self._sampled.arrange(slots)
         stops = self._stops[slots]
+        sampling = StepSampling.of_rows(self._sampling[slots], self._vocab_size, self._device)
+        self._keeping = slots[sampling.keeping]
         return RowOrder(
             slots=slots,
             stops=stops,
             common_stop=stops[0, 0] if stops.shape[1] == 1 and (stops == stops[0, 0]).all() else None,
-            sampling=StepSampling.of_rows(
-                self._temperatures[slots], self._top_p[slots], self._top_k[slots], self._vocab_size, self._device
-            ),
+            sampling=sampling,
             steps_left=self.steps_left(slots),
             keys=self._keys[slots],
             positions=self._positions[slots] + self._sampled.counts(slots),

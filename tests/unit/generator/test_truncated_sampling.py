@@ -1,0 +1,158 @@
+"""Truncated sampling of the torch engine: what is drawn, from which sets, and with which log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rollmesh.errors import DataError
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.sampling import PARAMETERS, StepSampling, sample, uniforms
+from rollmesh.types import SamplingParams
+
+from ...kit.generation import VOCAB, collect, hf_logits, hf_truncated, logprob_over, make_call, prompt_ids, start_calls
+
+DRAWS, ROWS, CHOICES = 1_000_000, 20_000, 20
+TRUNCATED = {"top_p": 0.8, "kept_tokens": VOCAB}
+
+
+def step_sampling(*params: SamplingParams, choices: int = VOCAB) -> StepSampling:
+    rows = [tuple(getattr(each, name) for name in PARAMETERS.names or ()) for each in params]
+    return StepSampling.of_rows(np.array(rows, PARAMETERS), choices, torch.device("cpu"))
+
+
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Probability of a chi-square at least as large, from the incomplete gamma function."""
+    expected = probabilities * counts.sum()
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    degrees = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees, torch.tensor(statistic / 2)))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=0.9, kept_tokens=VOCAB),
+        SamplingParams(min_p=0.2, temperature=1.4, kept_tokens=VOCAB),
+        SamplingParams(top_p=0.85, top_k=12, temperature=1.2, kept_tokens=12),
+        SamplingParams(top_p=0.85, top_k=12, min_p=0.2, temperature=1.2, kept_tokens=12),
+    ],
+    ids=["top_p", "min_p", "top_p of top_k", "all"],
+)
+def test_a_million_draws_follow_the_renormalised_distribution_of_transformers(params: SamplingParams) -> None:
+    logits = torch.randn(1, CHOICES, generator=torch.Generator().manual_seed(3))
+    wanted = hf_truncated(logits, params)[0].numpy()
+    kept = np.flatnonzero(wanted)
+    assert 2 < len(kept) < CHOICES
+    rows, sampling = logits.expand(ROWS, CHOICES), step_sampling(*[params] * ROWS, choices=CHOICES)
+    keys, counts = np.arange(ROWS, dtype=np.uint64) * np.uint64(0x9E37_79B9), np.zeros(CHOICES, np.int64)
+    for position in range(DRAWS // ROWS):
+        noise = torch.from_numpy(uniforms(keys, np.full(ROWS, position)))[:, None]
+        drawn = sample(rows, noise, sampling)
+        counts += np.bincount(drawn.tokens.numpy(), minlength=CHOICES)
+        assert drawn.kept_sets is not None
+        assert (drawn.kept_sets.counts == len(kept)).all() and (drawn.kept_sets.ids.reshape(ROWS, -1) == kept).all()
+        np.testing.assert_allclose(drawn.logprobs.numpy(), np.log(wanted[drawn.tokens.numpy()]), atol=1e-6)
+    assert counts.sum() == counts[kept].sum() == DRAWS
+    assert p_value(counts[kept], wanted[kept]) > 0.001
+
+
+def test_rows_of_one_step_are_truncated_each_by_its_own_parameters() -> None:
+    """Training rows keep their sets; full, greedy and evaluation rows have log-probabilities over the vocabulary."""
+    params = [
+        SamplingParams(),
+        SamplingParams(top_p=0.6, kept_tokens=VOCAB),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.1, temperature=2.0, kept_tokens=VOCAB),
+        SamplingParams(top_k=3, kept_tokens=2),
+    ]
+    logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(5)) * 2
+    logits[3] = logits[1]
+    noise = torch.full((len(params), 1), 0.4, dtype=torch.float64)
+    tokens, logprobs, sets = sample(logits, noise, step_sampling(*params))
+    assert sets is not None
+    kept = np.split(sets.ids, np.cumsum(sets.counts))[:-1]
+    for row, ids in zip((1, 4, 5), kept, strict=True):
+        assert ids.tolist() == hf_truncated(logits[row : row + 1], params[row])[0].nonzero().flatten().tolist()
+    for row, ids in ((1, kept[0]), (4, kept[1])):
+        wanted = logprob_over(ids.tolist(), int(tokens[row]), logits[row], params[row].temperature)
+        assert float(logprobs[row]) == pytest.approx(wanted, abs=1e-6)
+    whole = list(range(VOCAB))
+    for row in (0, 2, 3):
+        wanted = logprob_over(whole, int(tokens[row]), logits[row], 1.0)
+        assert float(logprobs[row]) == pytest.approx(wanted, abs=1e-6)
+    assert logprobs[5].isnan(), "a set of 3 tokens where 2 may be kept"
+    assert tokens[1] == tokens[3] and tokens[2] == logits[2].argmax()
+
+
+async def test_the_engine_returns_the_set_of_every_token_beside_calls_that_sample_in_full(engine_of, model_folder):
+    engine = await engine_of(slots=4)
+    changes = [TRUNCATED, {}, {"min_p": 0.3, "top_k": 9, "temperature": 0.7, "kept_tokens": 9}, {"top_p": 0.8}]
+    calls = [make_call(f"t{i}", prompt_ids(i), chunk_token_count=3 + i, **c) for i, c in enumerate(changes)]
+    rollouts = await asyncio.gather(*(collect(engine, call) for call in calls))
+    for rollout in rollouts:
+        rollout.check_pure([model_folder("qwen2")])
+    assert [any(rollout.kept) for rollout in rollouts] == [True, False, True, False]
+    for rollout in (rollouts[0], rollouts[2]):
+        logits = hf_logits(model_folder("qwen2"), rollout.ids)[-len(rollout.tokens) :]
+        for ids, row in zip(rollout.kept, hf_truncated(logits, rollout.call.sampling), strict=True):
+            assert ids == row.nonzero().flatten().tolist()
+    full = await collect(engine, calls[1])
+    np.testing.assert_array_equal(full.tokens, rollouts[1].tokens)
+    np.testing.assert_allclose(full.logprobs, rollouts[1].logprobs, atol=1e-6)
+
+
+async def test_a_truncated_rollout_interrupted_and_resumed_elsewhere_has_the_tokens_and_sets_of_a_whole_one(engine_of):
+    first, second = await engine_of(slots=3), await engine_of(slots=5)
+    running = await start_calls(first, 1, chunk_token_count=5, **TRUNCATED)
+    await first.interrupt(None)
+    (begun,) = await running.end()
+    whole = await collect(first, replace(begun.call, trajectory_id="t0"))
+    rest_call = replace(begun.call, context_ids=begun.ids, max_new_token_count=200 - len(begun.tokens))
+    crowd = [collect(second, make_call(f"crowd{i}", prompt_ids(i, 20 + i))) for i in range(4)]
+    rest, *_ = await asyncio.gather(collect(second, rest_call), *crowd)
+    assert 0 < len(begun.tokens) < 200
+    np.testing.assert_array_equal(np.concatenate((begun.tokens, rest.tokens)), whole.tokens)
+    assert begun.kept + rest.kept == whole.kept and all(whole.kept)
+
+
+async def test_preempted_calls_and_prompts_from_the_cache_keep_the_sets_of_their_tokens(engine_of):
+    roomy, tight = await engine_of(slots=8), await engine_of(slots=8, kv_token_capacity=600)
+    calls = [make_call(f"t{i}", prompt_ids(0, 6), max_new_token_count=180 + 5 * i, **TRUNCATED) for i in range(8)]
+    wanted = await asyncio.gather(*(collect(roomy, call) for call in calls))
+    await asyncio.gather(*(collect(tight, make_call(f"s{i}", max_new_token_count=20)) for i in range(8)))
+    found = await asyncio.gather(*(collect(tight, call) for call in calls))
+    assert tight.status().preemption_total > 0 and roomy.status().cached_token_total > 0
+    assert [r.kept for r in found] == [r.kept for r in wanted]
+
+
+async def test_calls_go_on_under_a_new_version_with_sets_of_its_distributions(engine_of, model_folder):
+    engine = await engine_of(slots=4)
+    running = await start_calls(engine, 3, chunk_token_count=4, **TRUNCATED)
+    await engine.load(model_folder("qwen2", seed=1), 1, OnNewVersion.KEEP_KV)
+    for rollout in await running.end():
+        assert all(token in ids for token, ids in zip(rollout.tokens.tolist(), rollout.kept, strict=True))
+
+
+async def test_a_set_above_the_bound_ends_its_call_with_the_remedy_and_no_other(engine_of, model_folder):
+    engine = await engine_of(slots=4)
+    calls = [make_call(f"t{i}", prompt_ids(i), **TRUNCATED) for i in range(3)]
+    calls.append(make_call("wide", top_p=0.999, kept_tokens=8))
+    *sound, wide = await asyncio.gather(*(collect(engine, call) for call in calls), return_exceptions=True)
+    assert isinstance(wide, DataError)
+    assert str(wide).startswith("rollout.kept_tokens=8: a token was drawn from a larger set; raise rollout.kept_tokens")
+    for rollout in sound:
+        assert not isinstance(rollout, BaseException)
+        rollout.check_pure([model_folder("qwen2")])
+
+
+@pytest.mark.parametrize(("changes", "text"), [({"min_p": 1.0}, "min_p=1.0"), ({"kept_tokens": -1}, "kept_tokens=-1")])
+async def test_impossible_parameters_are_refused_by_name(engine_of, changes, text):
+    engine = await engine_of()
+    with pytest.raises(DataError, match=rf"sampling\.{text}: expected"):
+        await collect(engine, make_call("wrong", **changes))
