@@ -98,7 +98,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         host.publish(starting=True)
         tokenizer = Tokenizer(resolve_model(config.model.path))
         limits = run_limits(config) if config.rollout.program == "agent" else None
-        listener, reached = public_listener(config, address, config.agents.port, "agents.port")
+        port = config.agents.port and config.agents.port + index
+        listener, reached = public_listener(config, address, port, "agents.port")
         host.stack.callback(listener.close)
         store = await open_service_store(host, shutdown, _RETRY_SECONDS, limits)
         service = await host.stack.enter_async_context(

@@ -153,6 +153,8 @@ class LauncherConfig(Section):
     """Number of rollout worker processes."""
     reward_replicas: int = Field(default=1, ge=1)
     """Number of reward services."""
+    agents_replicas: int = Field(default=1, ge=1)
+    """Number of agents services of a run that has them; number i, from 0 on, binds agents.port + i if that is set."""
     trainer_processes: int = Field(default=1, ge=1)
     """Number of trainer ranks; more than one starts torchrun with FSDP2."""
     torch_threads: int = Field(default=1, ge=1, le=1024)

@@ -59,7 +59,7 @@ def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str
     """Return the service processes that the run file configures, in start order."""
     counts = {"trainer": 1, **configured_replicas(config)}
     agents = config.rollout.program == "agent" if config.agents.enabled is None else config.agents.enabled
-    counts |= {"gateway": int(config.gateway.enabled), "agents": int(agents)}
+    counts |= {"gateway": int(config.gateway.enabled), "agents": agents * config.launcher.agents_replicas}
     return [
         service_spec(config, folder, environment, service, index)
         for service, count in counts.items()

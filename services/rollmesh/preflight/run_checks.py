@@ -21,6 +21,7 @@ from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN as VERIFIERS
 MOST_TRAIN_STEPS = 10**9
 """Largest number of train steps; a second each would take 30 years."""
 _REPLICA_FIELDS = {
+    "agents": "launcher.agents_replicas",
     "generator": "generator.replicas",
     "reward": "launcher.reward_replicas",
     "rollout": "launcher.rollout_replicas",
@@ -95,7 +96,9 @@ def check_inline(config: RunConfig) -> None:
             "generator.engine=sglang: an SGLang server needs its own processes; leave out --inline, or debug the run "
             "with generator.engine=torch in another folder"
         )
-    for service, count in {**configured_replicas(config), "trainer": config.launcher.trainer_processes}.items():
+    launcher = config.launcher
+    counts = {"trainer": launcher.trainer_processes, "agents": launcher.agents_replicas}
+    for service, count in {**configured_replicas(config), **counts}.items():
         if count > 1:
             field = _REPLICA_FIELDS[service]
             raise ConfigError(f"{field}={count}: --inline runs one {service} in this process; add --set {field}=1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Awaitable
 from typing import Any
 
@@ -10,10 +11,9 @@ import httpx
 from .agent_mesh import TOKEN, Api
 
 
-def http_of(api: Api) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=f"{api.url}/v1", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120, trust_env=False
-    )
+def http_of(api: Api, verify: ssl.SSLContext | bool = True) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(base_url=f"{api.url}/v1", headers=headers, timeout=120, trust_env=False, verify=verify)
 
 
 class Agent:

@@ -33,6 +33,7 @@ from rollmesh.rollout.main import serve as serve_rollout
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.http_server import http_server, public_listener
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
@@ -189,12 +190,13 @@ class AgentMesh:
         """An agents service in this process, at a port of its own."""
         shutdown, registry, health = asyncio.Event(), Metrics("agents"), Health()
         listener, address = public_listener(self.config, "127.0.0.1", 0, "port")
+        security = PortSecurity.from_config(self.config.security)
         async with openai_service(
-            self.config, index, self.store, self.tokenizer, registry, health, shutdown, address
+            self.config, index, self.store, self.tokenizer, registry, health, shutdown, address, security
         ) as service:
             app = build_app(service, TOKEN, RequestMetrics(registry), "127.0.0.1")
-            async with http_server(app, listener, grace_seconds=grace_seconds):
-                yield Api(service, registry, f"http://{address}", shutdown, app, health)
+            async with http_server(app, listener, security, grace_seconds=grace_seconds):
+                yield Api(service, registry, f"{security.scheme}://{address}", shutdown, app, health)
 
     async def aclose(self) -> None:
         self.shutdown.set()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +21,7 @@ from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.hosted_agent import hosted_agent
 from rollmesh.runtime.addresses import free_port
 
+from ...kit.certificates import Authority
 from .agent_client import Agent, http_of, state
 from .agent_mesh import TOKEN, AgentMesh, Api, agents_process
 
@@ -85,6 +89,31 @@ async def test_requests_of_a_session_reach_its_replica_from_the_other_one(make_m
     assert [t.shaped_reward for t in (await mesh.batch(1)).groups[0].trajectories] == [1.0, 1.0]
     totals = (await mesh.store.mesh.counts()).totals
     assert (totals["scored_total"], totals.get("forks_total", 0)) == (2, 0)
+
+
+async def test_requests_are_forwarded_between_replicas_that_speak_tls(
+    make_mesh: Callable[..., Any], tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    mesh: AgentMesh = await make_mesh(security={"tls": authority.issue("agents").section()})
+    trusted = ssl.create_default_context(cafile=str(authority.file))
+    async with mesh.api(0) as first, mesh.api(1) as second:
+        assert second.url.startswith("https://")
+        async with http_of(first, trusted) as at_first, http_of(second, trusted) as at_second:
+            told = (await at_first.post("/sessions", json={"wait_seconds": 90})).json()
+            call = {"model": told["model"], "messages": told["messages"], "max_tokens": 8}
+            headers = {"X-Rollmesh-Session": told["id"]}
+            whole = (await at_second.post("/chat/completions", json=call, headers=headers)).json()
+            assert whole["rollmesh"]["session"] == told["id"]
+            again = {**headers, "x-stainless-retry-count": "1"}
+            async with at_second.stream(
+                "POST", "/chat/completions", json={**call, "stream": True}, headers=again
+            ) as stream:
+                events = [json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: {")]
+            text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+            assert text == whole["choices"][0]["message"]["content"]
+            posted = await at_second.post(f"/sessions/{told['id']}/reward", json={"reward": 1.0})
+            assert (posted.status_code, (await state(at_first, told["id"]))["state"]) == (200, "rewarded")
 
 
 async def test_a_stream_abandoned_at_the_other_replica_frees_the_session(make_mesh: Callable[..., Any]) -> None:

@@ -59,12 +59,14 @@ def test_every_command_of_the_launcher_names_its_service(tmp_path: Path, ranks: 
             "folder": str(tmp_path),
             "model": {"path": "recipe:countdown"},
             "generator": {"replicas": 2},
-            "launcher": {"trainer_processes": ranks, "reward_replicas": 3},
+            "launcher": {"trainer_processes": ranks, "reward_replicas": 3, "agents_replicas": 2},
+            "agents": {"enabled": True},
         },
         "test",
     )
     specs = service_specs(config, RunFolder(tmp_path), {})
-    assert len(specs) >= 7
+    assert len(specs) >= 9
+    assert [spec.index for spec in specs if spec.service == "agents"] == [0, 1]
     assert [service_of(spec.command) for spec in specs] == [spec.name for spec in specs]
     assert service_of(["redis-server", "--port", "0"]) is None
     assert service_of(["python", "-m", "rollmesh.cli.main", "status"]) is None
