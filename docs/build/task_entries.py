@@ -22,6 +22,7 @@ from rollmesh.config.data import (
     SourceSection,
 )
 from rollmesh.tasks.environments.environment_protocol import BUILT_IN as ENVIRONMENTS
+from rollmesh.tasks.environments.turn_shape import TurnShape
 from rollmesh.tasks.verifiers.extraction import make_extractor
 from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN as VERIFIERS
 from rollmesh.tasks.verifiers.verifier_protocol import built_in_class
@@ -82,6 +83,10 @@ class SourceEntry:
     example: str
 
 
+_SHAPE = "\n\n" + inspect.cleandoc((TurnShape.__doc__ or "").partition("\n")[2]).replace("``", "`")
+"""Meaning of the options that environments of other packages share."""
+
+
 def verifier_entries() -> dict[str, VerifierEntry]:
     """Return the built-in verifiers by name."""
     return {name: _verifier(name) for name in VERIFIERS}
@@ -93,7 +98,8 @@ def environment_entries() -> dict[str, PartEntry]:
         name: PartEntry(
             about=_text(inspect.getdoc(made)),
             options=tuple(_options(made)),
-            options_about=_about_options(made),
+            options_about=_about_options(made)
+            + (_SHAPE if "shape" in inspect.signature(made.__init__).parameters else ""),
             example=as_yaml({"rollout": {"program": "environment", "environment": name}}),
         )
         for name, made in ((name, load_target(target, name)) for name, target in ENVIRONMENTS.items())

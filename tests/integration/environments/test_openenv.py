@@ -243,7 +243,7 @@ async def test_an_answer_of_mcp_to_another_call_is_out_of_order(scripted):
 
 
 async def test_an_address_without_openenv_speaks_another_protocol(scripted):
-    with pytest.raises(OpenEnvFailed, match="HTTP status 404: no server of OpenEnv 0.10 is there") as failed:
+    with pytest.raises(OpenEnvFailed, match="HTTP 404: no OpenEnv server") as failed:
         await Episode(f"{await scripted()}/elsewhere").__aenter__()
     assert failed.value.code == "OTHER_PROTOCOL"
 

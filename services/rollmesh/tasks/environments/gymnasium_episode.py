@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from rollmesh.errors import ConfigError
@@ -15,8 +15,7 @@ from rollmesh.tasks.environments.turn_shape import (
     UnreadableAction,
     as_text,
     check_choice,
-    fields_of,
-    seed_of,
+    with_shape,
 )
 from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.types import Prompt
@@ -26,6 +25,7 @@ _FIELD = "rollout.environment_options.target"
 RENDERED = "render()"
 
 
+@with_shape
 class GymnasiumEnvironment:
     """Episode of a Gymnasium environment, or of a class with the same ``reset`` and ``step``."""
 
@@ -34,47 +34,28 @@ class GymnasiumEnvironment:
         target: str,
         arguments: Mapping[str, Any] | None = None,
         action: Literal["text", "integer"] | Mapping[str, Any] = "text",
-        observation: str = "",
-        reset_fields: Sequence[str] = (),
-        reward: Literal["sum", "last", "verifier"] = "sum",
-        tag: str = "",
-        first: str = "{text}",
-        reply: str = "{text}",
-        ends_unread: bool = False,
         replayable: bool = False,
+        **shape: Any,
     ) -> None:
         """Create an episode.
 
         ``target`` is ``module:Class``, or ``gymnasium:ID`` of a registered environment, with its keyword ``arguments``.
         ``action`` is what a turn says: its ``text``, the last ``integer`` in it, or a mapping of words, of which the
-        last one counts, to actions. ``observation`` is the part that the policy reads: ``render()``, or the field of a
-        dict (dots for inner fields; else text, content, message or messages, else JSON). ``reset_fields`` of the row
-        are the options of the reset, beside ``seed``. ``reward`` is the sum of the steps, the last, or the verifier's.
-        ``tag`` names the tag around an action. ``first`` and ``reply`` are the texts around {text}. ``ends_unread``
-        ends an episode at an action that cannot be read or is not in the action space, which is answered with the
-        reason otherwise. ``replayable`` says that equal seeds and actions give equal episodes: a lost worker's
-        trajectory then continues.
+        last one counts, to actions. ``observation`` may also be ``render()``. ``replayable`` says that equal seeds and
+        actions give equal episodes: a lost worker's trajectory then continues.
         Raises ConfigError for options that do not fit.
         """
         if not isinstance(action, Mapping):
             check_choice("action", action, ("text", "integer"))
         self.replayable = replayable
         self._make = _maker(target, dict(arguments or {}))
-        self._action, self._observation, self._reset_fields = action, observation, reset_fields
-        self._shape = TurnShape(
-            first=first,
-            reply=reply,
-            observation="" if observation == RENDERED else observation,
-            tag=tag,
-            reward=reward,
-            ends_unread=ends_unread,
-        )
+        self._action, self._shape = action, TurnShape(**shape)
         self._turns = EpisodeTurns(self._shape)
         self._thread: OwnThread | None = None
         self._environment: Any = None
 
     async def reset(self, prompt: Prompt) -> EnvironmentReply:
-        seed, options = seed_of(prompt), fields_of(prompt, self._reset_fields)
+        seed, options = self._shape.reset_of(prompt)
         self._thread = OwnThread("environment")
 
         def begin() -> str:
@@ -134,7 +115,7 @@ class GymnasiumEnvironment:
         return int(numbers[-1])
 
     def _text(self, observation: object) -> str:
-        if self._observation == RENDERED:
+        if self._shape.observation == RENDERED:
             return as_text(self._environment.render())
         return self._shape.observation_text(observation)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,19 +16,13 @@ from rollmesh.runtime.tasks import Backoff, cancel_and_wait
 from rollmesh.tasks.environments.environment_protocol import EnvironmentFailed
 from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 
-_LARGEST_MESSAGE_BYTES = 100 << 20
-"""As OpenEnv's own client has it."""
-_CLOSING = aiohttp.ClientWSTimeout(ws_close=1.0)
-_FULL = Backoff(first_seconds=0.1, longest_seconds=2.0, jitter=0.5)
-
 
 class OpenEnvFailed(EnvironmentFailed):
     """A session ended; ``code`` is the server's, or UNREACHABLE, CLOSED, OUT_OF_ORDER or OTHER_PROTOCOL."""
 
     def __init__(self, url: str, code: str, message: str) -> None:
         super().__init__(f"environment: {url}: {message} ({code})")
-        self.code = code
-        self.said = message
+        self.code, self.said = code, message
 
 
 class OpenEnvSession:
@@ -44,8 +39,8 @@ class OpenEnvSession:
 
     async def begin(self, data: Mapping[str, Any], capacity_seconds: float) -> Mapping[str, Any]:
         """Connect and reset; while all sessions of the server are taken, try again for so many seconds."""
-        loop, attempts = asyncio.get_running_loop(), 0
-        deadline = loop.time() + capacity_seconds
+        backoff, attempts = Backoff(first_seconds=0.1, longest_seconds=2.0, jitter=0.5), 0
+        deadline = time.monotonic() + capacity_seconds
         while True:
             await self._connect()
             try:
@@ -53,15 +48,11 @@ class OpenEnvSession:
             except OpenEnvFailed as error:
                 if error.code != "CAPACITY_REACHED":
                     raise
-                attempts += 1
-                pause = _FULL.seconds(attempts)
-                if loop.time() + pause > deadline:
-                    message = (
-                        f"all sessions were taken for {capacity_seconds:g} s: give the server more "
-                        "(max_concurrent_envs), or the run fewer rollouts at once (schedule.pool_size)"
-                    )
-                    # A full server may have room later: no error of the run file that a trial finds.
-                    raise OpenEnvFailed(self._url, error.code, message) from TimeoutError(str(error))
+                pause = backoff.seconds(attempts := attempts + 1)
+                if time.monotonic() + pause > deadline:
+                    full = f"all sessions were taken for {capacity_seconds:g} s; raise the server's max_concurrent_envs"
+                    # It may have room later: no error of the run file that a trial finds.
+                    raise OpenEnvFailed(self._url, error.code, f"{full}, or lower schedule.pool_size") from TimeoutError
             await self.aclose()
             await asyncio.sleep(pause)
 
@@ -84,8 +75,8 @@ class OpenEnvSession:
     async def call(self, method: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make a JSON-RPC call of MCP; returns its answer with ``result`` or ``error``."""
         self._last_id += 1
-        request = {"jsonrpc": "2.0", "id": self._last_id, "method": method, "params": params}
-        answer = await self.ask("mcp", request, "mcp")
+        call = {"jsonrpc": "2.0", "id": self._last_id, "method": method, "params": params}
+        answer = await self.ask("mcp", call, "mcp")
         if answer.get("id") != self._last_id:
             message = f"the answer to call {self._last_id} has the id {short_repr(answer.get('id'))}"
             raise OpenEnvFailed(self._url, "OUT_OF_ORDER", message)
@@ -95,20 +86,17 @@ class OpenEnvSession:
         """Close the connection, which ends the session on the server."""
         if self._incoming is not None:
             await cancel_and_wait(self._incoming)
-        if self._socket is not None:
-            await self._socket.close()
-        if self._client is not None:
-            await self._client.close()
+        for each in (self._socket, self._client):
+            if each is not None:
+                await each.close()
 
     async def _connect(self) -> None:
         self._client = aiohttp.ClientSession()
         try:
-            self._socket = await self._client.ws_connect(
-                self._url, max_msg_size=_LARGEST_MESSAGE_BYTES, timeout=_CLOSING
-            )
+            limits: Any = {"max_msg_size": 100 << 20, "timeout": aiohttp.ClientWSTimeout(ws_close=1.0)}  # as OpenEnv's
+            self._socket = await self._client.ws_connect(self._url, **limits)
         except aiohttp.WSServerHandshakeError as error:
-            message = f"HTTP status {error.status}: no server of OpenEnv 0.10 is there"
-            raise OpenEnvFailed(self._url, "OTHER_PROTOCOL", message) from error
+            raise OpenEnvFailed(self._url, "OTHER_PROTOCOL", f"HTTP {error.status}: no OpenEnv server") from error
         except (aiohttp.ClientError, OSError) as error:
             raise OpenEnvFailed(self._url, "UNREACHABLE", f"{error or type(error).__name__}") from error
         self._incoming = asyncio.create_task(self._socket.receive())
@@ -121,9 +109,7 @@ class OpenEnvSession:
         try:
             answer = json.loads(message.data)
             received, data = answer["type"], {**answer["data"]}
-            if received == "observation" and not (
-                isinstance(data["observation"], dict) and data["done"] in (True, False)
-            ):
+            if received == "observation" and not (type(data["observation"]) is dict and type(data["done"]) is bool):
                 raise ValueError("an observation is an object and done or not")
         except (ValueError, RecursionError, TypeError, KeyError) as error:
             strange = f"{short_repr(message.data)} is no answer of OpenEnv 0.10 to a {kind}"

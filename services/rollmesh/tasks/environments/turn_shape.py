@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import Parameter, Signature, signature
+from typing import Any, Literal, TypeVar
 
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentFailed, EnvironmentReply
@@ -16,6 +17,7 @@ from rollmesh.types import Prompt
 
 _USUAL_FIELDS = ("text", "content", "message", "messages")
 _OPTIONS = "rollout.environment_options"
+C = TypeVar("C")
 
 
 class UnreadableAction(ValueError):
@@ -24,20 +26,23 @@ class UnreadableAction(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnShape:
-    """Options that the environments of other packages share."""
+    """Options of every environment of another package.
 
-    first: str
-    """Text before the first turn: ``{text}`` is the observation, ``{tools}`` the tools."""
-    reply: str
-    """Text after a turn: ``{text}`` is the observation."""
-    observation: str
-    """Field of the observation that is its text, with dots for inner fields; empty for the usual ones, else JSON."""
-    tag: str
-    """Name of the tag around an action; empty if the whole turn is the action."""
-    reward: str
-    """Reward of the episode: ``sum`` or ``last`` of the steps' rewards, or that of the ``verifier``."""
-    ends_unread: bool
-    """True if a turn without a readable action ends the episode."""
+    ``first`` is the text before the first turn, ``reply`` that after a turn, around the observation's {text}; {tools}
+    in ``first`` are the tools. ``observation`` names the field of the observation that the policy reads (dots for
+    inner fields; else text, content, message or messages, else JSON). ``reset_fields`` of the row are arguments of the
+    reset, beside ``seed``. ``reward`` is the sum of the steps, the last, or the verifier's. ``tag`` names the tag
+    around an action; without one the whole turn is the action. ``ends_unread`` ends an episode at an action that cannot
+    be read or taken, which is answered with the reason otherwise.
+    """
+
+    first: str = "{text}"
+    reply: str = "{text}"
+    observation: str = ""
+    reset_fields: Sequence[str] = ()
+    reward: Literal["sum", "last", "verifier"] = "sum"
+    tag: str = ""
+    ends_unread: bool = False
 
     def __post_init__(self) -> None:
         check_choice("reward", self.reward, ("sum", "last", "verifier"))
@@ -57,6 +62,22 @@ class TurnShape:
         if start < 0:
             raise UnreadableAction(f"no <{self.tag}>...{close} in the turn")
         return turn[start + len(self.tag) + 2 : end].strip()
+
+    def reset_of(self, prompt: Prompt) -> tuple[int, dict[str, Any]]:
+        """Return the seed of a prompt's reset and the ``reset_fields`` of its row. Raises DataError if one is missing.
+
+        The seed is the row's field ``seed``, else a number by the prompt: all members of a group begin alike.
+        """
+        row = prompt.metadata
+        if missing := [name for name in self.reset_fields if name not in row]:
+            raise DataError(
+                f"{_OPTIONS}.reset_fields: {prompt.prompt_id} has no {', '.join(missing)}, but "
+                f"{', '.join(row) or 'no fields'}"
+            )
+        seed = row.get("seed")
+        if not isinstance(seed, int) or seed < 0:
+            seed = int.from_bytes(hashlib.blake2b(prompt.prompt_id.encode(), digest_size=4).digest(), "big") >> 1
+        return seed, {name: row[name] for name in self.reset_fields}
 
     def observation_text(self, observation: object) -> str:
         """Return the text of an observation. Raises EnvironmentFailed if it lacks the field of the option."""
@@ -124,22 +145,13 @@ def json_action(text: str) -> dict[str, Any]:
     return found
 
 
-def seed_of(prompt: Prompt) -> int:
-    """Return the field ``seed`` of a row, else a number by the prompt: all members of a group begin alike."""
-    seed = prompt.metadata.get("seed")
-    if isinstance(seed, int) and seed >= 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(prompt.prompt_id.encode(), digest_size=4).digest(), "big") >> 1
-
-
-def fields_of(prompt: Prompt, names: Sequence[str]) -> dict[str, Any]:
-    """Return fields of a row. Raises DataError if one is missing."""
-    if missing := [name for name in names if name not in prompt.metadata]:
-        raise DataError(
-            f"{_OPTIONS}.reset_fields: {prompt.prompt_id} has no {', '.join(missing)}, but "
-            f"{', '.join(prompt.metadata) or 'no fields'}"
-        )
-    return {name: prompt.metadata[name] for name in names}
+def with_shape(made: type[C]) -> type[C]:
+    """Give a class whose constructor hands ``**shape`` to a TurnShape the signature of both."""
+    own = [p for p in signature(made).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    names = {parameter.name for parameter in own}
+    shared = [p for p in signature(TurnShape).parameters.values() if p.name not in names]
+    made.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]  # what ``signature`` reads
+    return made
 
 
 def check_choice(name: str, value: object, known: Sequence[object]) -> None:
