@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import json
 import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ class RecordedSegment:
     kv_min_version: int
     by_policy: bool
     temperature: float
+    kept: tuple[npt.NDArray[np.int64], ...]
+    """Set that each token was drawn from, empty for the full vocabulary; none at all without truncated sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,14 +201,24 @@ def _trajectory(values: Mapping[int, list[Any]]) -> RecordedTrajectory:
 
 
 def _segment(values: Mapping[int, list[Any]]) -> RecordedSegment:
+    token_ids = _array(values, 1, _INT32, np.int32)
     return RecordedSegment(
-        token_ids=_array(values, 1, _INT32, np.int32),
+        token_ids=token_ids,
         logprobs=_array(values, 2, _FLOAT32, np.float32),
         policy_version=_int(values, 3),
         kv_min_version=_int(values, 4),
         by_policy=_int(values, 5) == _POLICY,
         temperature=_float(values, 6),
+        kept=_kept(values[7][-1], len(token_ids)) if 7 in values else (),
     )
+
+
+def _kept(data: bytes, tokens: int) -> tuple[npt.NDArray[np.int64], ...]:
+    """Decode the kept sets of tokens: the four bytes of the values apart, sizes first, then steps between ids."""
+    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(4, -1).astype(np.int64)
+    values = sum(plane << 8 * byte for byte, plane in enumerate(planes))
+    sizes, steps = values[:tokens], values[tokens:]
+    return tuple(np.cumsum(part) for part in np.split(steps, np.cumsum(sizes)[:-1]))
 
 
 def fields(message: bytes) -> dict[int, list[Any]]:

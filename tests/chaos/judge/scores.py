@@ -62,7 +62,7 @@ def largest_gap(policy: Path, sample: _Sample) -> float:
     with torch.no_grad():
         for trajectory, at, segment in sample:
             end = at + len(segment.token_ids)
-            values = _logprobs(model, _ids(trajectory)[:end], segment.temperature)[at - 1 :]
+            values = _logprobs(model, trajectory, segment.temperature, end)[at - 1 :]
             gap = (values - torch.from_numpy(segment.logprobs).double()).abs().max()
             worst = max(worst, float(gap.nan_to_num(nan=torch.inf)))
     return worst
@@ -149,7 +149,7 @@ def _columns(
 ) -> Iterator[tuple[RecordedSegment, Tensor, Tensor]]:
     """Yield each segment of a policy with its current and its recorded log-probabilities."""
     at = len(trajectory.prompt_ids)
-    by_temperature = {t: _logprobs(model, _ids(trajectory), t) for t in {s.temperature for s in trajectory.written}}
+    by_temperature = {t: _logprobs(model, trajectory, t) for t in {s.temperature for s in trajectory.written}}
     for segment in trajectory.segments:
         end = at + len(segment.token_ids)
         if segment.by_policy and end > at:
@@ -183,7 +183,18 @@ def _ids(trajectory: RecordedTrajectory) -> Tensor:
     return torch.cat([torch.from_numpy(array).long() for array in arrays])
 
 
-def _logprobs(model: transformers.PreTrainedModel, ids: Tensor, temperature: float) -> Tensor:
-    """Return log_softmax(z / T) of each token after its predecessors, float64 [tokens - 1]."""
+def _logprobs(
+    model: transformers.PreTrainedModel, trajectory: RecordedTrajectory, temperature: float, end: int | None = None
+) -> Tensor:
+    """Return log_softmax(z / T) over the kept set of each token up to ``end`` but the first, float64 [tokens - 1]."""
+    ids = _ids(trajectory)[:end]
     logits: Tensor = model(input_ids=ids[None]).logits[0, :-1].double() / temperature
-    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    outside = torch.zeros_like(logits)
+    row = len(trajectory.prompt_ids) - 1
+    for segment in trajectory.segments:
+        for at, kept in enumerate(segment.kept[: max(0, len(logits) - row)], start=row):
+            if len(kept):
+                outside[at] = -torch.inf
+                outside[at, torch.from_numpy(kept)] = 0
+        row += len(segment.token_ids)
+    return (logits + outside).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

@@ -22,6 +22,7 @@ from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
 
 from ...chaos.judge import judge
 from ...kit.checkpoint_samples import flip, write_batch
+from ...kit.made_batches import sets_of
 from ..report.made_checkpoints import GROUPS, STEPS, MadeRun, make_audited_run
 
 pytestmark = pytest.mark.long
@@ -279,6 +280,16 @@ def test_a_wrong_logprob_is_found(run: Any, off: float) -> None:
 
     run.replace_batch(4, with_member(with_segments(change)))
     assert the_problem(run).startswith("policy version 3: a log-probability is ")
+
+
+def test_an_altered_kept_set_is_found(run: Any) -> None:
+    def alone(segment: Segment) -> Segment:
+        return dataclasses.replace(
+            segment, kept_sets=segment.kept_sets and sets_of([[int(token)] for token in segment.token_ids])
+        )
+
+    run.replace_batch(4, with_members(with_segments(alone)))
+    assert "policy version 3" in the_problem(run)
 
 
 def test_tokens_of_another_version_than_they_name_are_found(run: Any) -> None:

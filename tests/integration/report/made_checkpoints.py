@@ -21,6 +21,7 @@ from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.load import validate_run_config, write_run_config
+from rollmesh.kept_sets import slice_sets
 from rollmesh.mesh import Cursor
 from rollmesh.types import (
     Batch,
@@ -28,6 +29,7 @@ from rollmesh.types import (
     Float32Array,
     Group,
     Int32Array,
+    KeptSets,
     OutcomeKind,
     Prompt,
     RewardOutcome,
@@ -37,6 +39,7 @@ from rollmesh.types import (
 )
 
 from ...kit.checkpoint_samples import write_batch
+from ...kit.made_batches import sets_of
 
 VOCAB = 40
 STEPS = 6
@@ -199,7 +202,7 @@ def _batch(rng: np.random.Generator, policies: list[PreTrainedModel], step: int)
     older = max(0, current - 2)
     plans = (
         [("policy", current)],
-        [("policy", older), ("policy", current)],
+        [("policy", older), ("truncated", current)],
         [("policy", current), ("environment", 0), ("policy", current)],
         [("policy", older), ("mixed", current)],
     )
@@ -226,13 +229,15 @@ def _trajectory(
     for kind, version in plan:
         ids = _ids(rng, SEGMENT)
         written = kind != "environment"
+        sets = sets_of([np.union1d(_ids(rng, 5), token).tolist() for token in ids]) if kind == "truncated" else None
         segments.append(
             Segment(
                 token_ids=ids,
-                behavior_logprobs=hf_logprobs(policies[version], context, ids) if written else None,
+                behavior_logprobs=hf_logprobs(policies[version], context, ids, kept_sets=sets) if written else None,
                 policy_version=version,
                 kv_min_version=max(0, version - 1) if kind == "mixed" else version,
                 source=SegmentSource.POLICY if written else SegmentSource.ENVIRONMENT,
+                kept_sets=sets,
             )
         )
         context = np.concatenate([context, ids])
@@ -249,10 +254,19 @@ def _trajectory(
 
 
 @torch.no_grad()
-def hf_logprobs(model: PreTrainedModel, context: Int32Array, ids: Int32Array, temperature: float = 1.0) -> Float32Array:
+def hf_logprobs(
+    model: PreTrainedModel,
+    context: Int32Array,
+    ids: Int32Array,
+    temperature: float = 1.0,
+    kept_sets: KeptSets | None = None,
+) -> Float32Array:
     """log_softmax(z / T) of ``ids`` after ``context``, by the plain forward pass, float32 [tokens]."""
     tokens = torch.from_numpy(np.concatenate([context, ids]).astype(np.int64))
     logits = model(tokens[None]).logits[0, len(context) - 1 : -1].float() / temperature
+    for row in range(len(ids) if kept_sets is not None else 0):
+        outside = np.setdiff1d(np.arange(VOCAB), slice_sets(kept_sets, row, row + 1).ids)
+        logits[row, outside] = -torch.inf
     return logits.log_softmax(-1).gather(-1, tokens[len(context) :, None])[:, 0].numpy()
 
 

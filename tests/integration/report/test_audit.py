@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from rollmesh.errors import CheckpointError, DataError
+from rollmesh.kept_sets import slice_sets
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit, rescoring_problems
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, read_audit
@@ -25,7 +26,8 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment, Trajectory
 
 from ...kit.checkpoint_samples import write_batch
-from .made_checkpoints import MadeRun, off_by, resampled, rewritten
+from ...kit.made_batches import sets_of
+from .made_checkpoints import VOCAB, MadeRun, off_by, resampled, rewritten
 
 ALL_GROUPS = [f"e0-{i}" for i in range(12)]
 
@@ -64,6 +66,41 @@ def test_one_altered_logprob_is_found_and_its_version_named(audited: MadeRun) ->
     assert len(result.problems) == 1 and "policy version 3" in result.problems[0]
     assert result.rescoring is not None
     assert result.rescoring.largest_gap == pytest.approx(5e-4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sets, token: [token],
+        lambda sets, token: sorted({*sets, *range(0, VOCAB, 4)}),
+        lambda sets, token: sorted({token, *(VOCAB - 1 - kept for kept in sets)}),
+        lambda sets, token: [],
+    ],
+    ids=["smaller", "larger", "other", "none"],
+)
+def test_one_altered_kept_set_is_found_and_its_version_named(
+    audited: MadeRun, change: Callable[[list[int], int], list[int]]
+) -> None:
+    def alter(segment: Segment) -> Segment:
+        if segment.kept_sets is None:
+            return segment
+        sets = [slice_sets(segment.kept_sets, at, at + 1).ids.tolist() for at in range(len(segment))]
+        sets[2] = change(sets[2], int(segment.token_ids[2]))
+        return dataclasses.replace(segment, kept_sets=sets_of(sets))
+
+    audited.replace_batch(4, resampled(alter, "e0-6.1"))
+    (problem,) = audit_run(audited.folder).problems
+    assert "policy version 3" in problem
+
+
+def test_a_kept_set_without_its_token_is_no_valid_batch_file(audited: MadeRun) -> None:
+    def alter(segment: Segment) -> Segment:
+        others = [[(int(token) + 1) % VOCAB] for token in segment.token_ids]
+        return dataclasses.replace(segment, kept_sets=segment.kept_sets and sets_of(others))
+
+    audited.replace_batch(4, resampled(alter, "e0-6.1"))
+    result = audit_run(audited.folder)
+    assert list(result.damaged) == [4] and "not that of its token" in result.damaged[4]
 
 
 def test_a_segment_that_names_the_wrong_version_is_found(audited: MadeRun) -> None:

@@ -169,7 +169,9 @@ def in_bfloat16(audited: MadeRun, by: float) -> AuditResult:
         context, segments = trajectory.prompt.token_ids, []
         for segment in trajectory.segments:
             if segment.source is SegmentSource.POLICY:
-                scores = hf_logprobs(models[segment.policy_version], context, segment.token_ids)
+                scores = hf_logprobs(
+                    models[segment.policy_version], context, segment.token_ids, kept_sets=segment.kept_sets
+                )
                 segment = dataclasses.replace(segment, behavior_logprobs=scores + np.float32(by))
             segments.append(segment)
             context = np.concatenate([context, segment.token_ids])
