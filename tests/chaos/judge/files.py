@@ -215,8 +215,8 @@ def _segment(values: Mapping[int, list[Any]]) -> RecordedSegment:
 
 def _kept(data: bytes, tokens: int) -> tuple[npt.NDArray[np.int64], ...]:
     """Decode the kept sets of tokens: the four bytes of the values apart, sizes first, then steps between ids."""
-    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(4, -1).astype(np.int64)
-    values = sum(plane << 8 * byte for byte, plane in enumerate(planes))
+    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(4, -1)
+    values = planes.T.astype(np.int64) @ (1 << 8 * np.arange(4))
     sizes, steps = values[:tokens], values[tokens:]
     return tuple(np.cumsum(part) for part in np.split(steps, np.cumsum(sizes)[:-1]))
 
