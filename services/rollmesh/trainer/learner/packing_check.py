@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.packing import PACKED_ATTENTION, PackedLayout
@@ -69,9 +70,11 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
 
     One sequence is longer than every attention window that sequences of ``longest`` tokens exceed. Returns True if the
     head is a plain linear layer. Raises ConfigError if the results differ, if a token depends on a later token or on
-    the neighbouring sequence, and if the model drops its attention arguments.
+    the neighbouring sequence, if the model drops its attention arguments, and if it has no head above a base model.
     """
     device, name = next(causal_lm.parameters()).device, type(causal_lm).__name__
+    if output_head(causal_lm) is None or base_model(causal_lm) is None:
+        raise ConfigError(f"model.path: {name} cannot be trained: it has no base model with a head above it")
     vocab = int(causal_lm.config.vocab_size)
     # Just above the largest window or chunk that the run exceeds.
     sizes = causal_lm.config.get_text_config().to_dict().items()
@@ -104,13 +107,19 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
                 "from the model's own attention (the model does not use transformers' attention interface, carries "
                 "state across positions, has a dropout, or builds a mask that it does not pass on)"
             )
-        return _head_is_linear(causal_lm, _packed(ids), packed[-1:])
+        return _head_is_linear(causal_lm, _packed(ids), packed)
 
 
 def output_head(causal_lm: Any) -> nn.Module | None:
     """Return the layer from hidden states to logits, or None if the model does not expose it."""
     head: nn.Module | None = causal_lm.get_output_embeddings()
     return head
+
+
+def base_model(causal_lm: Any) -> Any:
+    """Return the model below the head, or None if there is none."""
+    base = causal_lm.base_model  # itself, if it has no module of the name that its class gives
+    return getattr(causal_lm, "model", None) if base is causal_lm else base
 
 
 def _packed(ids: list[Tensor]) -> dict[str, Any]:
@@ -121,11 +130,8 @@ def _packed(ids: list[Tensor]) -> dict[str, Any]:
 
 
 def _hidden(causal_lm: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return the input of the head, or the logits if the model has no separate base model."""
-    if causal_lm.base_model is causal_lm:
-        logits: Tensor = causal_lm(**inputs, use_cache=False).logits[0]
-        return logits
-    hidden: Tensor = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[0]
+    """Return the last hidden states, [tokens, width]."""
+    hidden: Tensor = base_model(causal_lm)(**inputs, use_cache=False).last_hidden_state[0]
     return hidden
 
 
@@ -145,25 +151,62 @@ def _tolerances(values: Tensor) -> tuple[float, float]:
     return _TOLERANCE, _ROUNDING
 
 
-def _head_is_linear(causal_lm: Any, inputs: dict[str, Any], last: Tensor) -> bool:
-    """Tell whether large logits too are the head of the hidden states; ``last`` is the one of the last token."""
-    head = output_head(causal_lm)
-    if head is None or causal_lm.base_model is causal_lm:
-        return False
+class _Hidden(BaseModelOutputWithPast):
+    """Output of a base model that has nothing but hidden states."""
+
+    router_logits = cross_attentions = shared_kv_states = None
+
+
+def own_logits(causal_lm: Any, hidden: Tensor, linear: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute logits [tokens, vocab] by the model's own code, with ``linear`` in place of the layer of its head."""
+    ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
+    given = _Hidden(last_hidden_state=hidden[None])
+    with _replaced(base_model(causal_lm), lambda *_, **__: given), _replaced(output_head(causal_lm), linear):
+        logits: Tensor = causal_lm(input_ids=ids, use_cache=False).logits[0]
+    return logits
+
+
+@contextmanager
+def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _head_is_linear(causal_lm: Any, inputs: dict[str, Any], hidden: Tensor) -> bool:
+    """Tell whether large logits too are the head of the hidden states, [tokens, width].
+
+    Raises ConfigError if they are not, and not the model's own code of the hidden states either.
+    """
+    head: Any = output_head(causal_lm)
     seen: list[tuple[Tensor, Tensor]] = []
 
     def enlarge(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        (hidden,) = given
-        large = hidden * (_LARGE_HIDDEN / hidden.abs().max().clamp(min=1e-9))
-        seen.append((hidden[0, -1:], large[0, -1:]))
+        large = given[0] * (_LARGE_HIDDEN / given[0].abs().max().clamp(min=1e-9))
+        seen.append((given[0][0], large[0]))
         return (large,)
 
     handle = head.register_forward_pre_hook(enlarge)
     try:
-        logits = causal_lm(**inputs, use_cache=False, logits_to_keep=1).logits[0, -1:]
+        logits = causal_lm(**inputs, use_cache=False).logits[0]
     finally:
         handle.remove()
-    if len(seen) != 1:
-        return False
-    pairs = ((seen[0][0], last), (logits, head(seen[0][1])))
-    return all(bool((got - want).abs().max() <= _tolerances(want)[0] * want.abs().max()) for got, want in pairs)
+    if len(seen) == 1 and _equal(seen[0][0], hidden) and _equal(logits, head(seen[0][1])):
+        return True
+    try:
+        own = own_logits(causal_lm, hidden, head.forward)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model.path: {type(causal_lm).__name__} cannot be trained: {error}") from error
+    if not _equal(own, causal_lm(**inputs, use_cache=False).logits[0]):
+        raise ConfigError(
+            f"model.path: {type(causal_lm).__name__} cannot be trained: its logits depend on more than the last hidden "
+            "states of its base model"
+        )
+    return False
+
+
+def _equal(got: Tensor, want: Tensor) -> bool:
+    """Compare up to rounding. Values that are not finite are equal: the weights are checked elsewhere."""
+    return got.shape == want.shape and not (got - want).abs().max() > _tolerances(want)[0] * want.abs().max()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -29,7 +27,15 @@ from rollmesh.trainer.learner.adapter_layers import (
     halve_base,
 )
 from rollmesh.trainer.learner.packing import PACKED_ATTENTION, MicroBatch, PackedLayout
-from rollmesh.trainer.learner.packing_check import Precision, check_packing, length_limit, output_head
+from rollmesh.trainer.learner.packing_check import (
+    Precision,
+    base_model,
+    check_packing,
+    length_limit,
+    output_head,
+    own_logits,
+)
+from rollmesh.trainer.learner.token_scores import score_tokens
 
 
 class PolicyModel(nn.Module):
@@ -43,7 +49,7 @@ class PolicyModel(nn.Module):
         self.adapter_file: Mapping[str, Any] = {}
         """Contents of the adapter's ``adapter_config.json``; empty without an adapter."""
         self.linear_head = linear_head
-        """True if the logits are the head applied to the hidden states; else the model's own forward computes them."""
+        """True if the logits are the head applied to the hidden states; else the model scales or caps them."""
         self.limit = length_limit(causal_lm.config)
         """Limit on the length of packed sequences; None if there is none."""
 
@@ -86,14 +92,11 @@ class PolicyModel(nn.Module):
         if self.limit is not None and (tokens := max(layout.lengths)) > self.limit.tokens:
             raise self.limit.error("sequence tokens", tokens)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "layout": layout}
-        if not self.linear_head:
-            logits = self.causal_lm(**inputs, logits_to_keep=rows).logits[0]
-            return score_logits(logits, targets, temperatures, kept, entropy=entropy)
-        hidden = self.causal_lm.base_model(**inputs).last_hidden_state[0]
-        head = output_head(self.causal_lm)
-        assert head is not None, "linear_head requires an output head"
-        size = int(self.config.vocab_size)
-        return score_tokens(hidden[rows], head, targets, temperatures, size, entropy=entropy, kept=kept)
+        hidden = base_model(self.causal_lm)(**inputs).last_hidden_state[0][rows]
+        head: Any = output_head(self.causal_lm)
+        own = None if self.linear_head else partial(own_logits, self.causal_lm)
+        columns = (targets, temperatures, kept)
+        return score_tokens(hidden, head.weight, head.bias, *columns, entropy=entropy, own_logits=own)
 
     def score(self, micro: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Run ``forward`` on a micro-batch: (logprobs [scored], entropy [scored])."""
@@ -232,92 +235,3 @@ def _reject_experts(config: PretrainedConfig) -> None:
                 f"model.path: {config.model_type} routes tokens to {experts} experts ({field}); ratio losses need the "
                 "sampler's routing replayed, which is not supported"
             )
-
-
-LOGIT_ELEMENTS = 1 << 24
-"""Logits in memory at once. More are computed in chunks, and recomputed in the backward pass."""
-
-
-def score_tokens(
-    hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
-    targets: Tensor,
-    temperatures: Tensor | None,
-    vocab_size: int,
-    *,
-    entropy: bool,
-    kept: Tensor | None = None,
-    limit: int = LOGIT_ELEMENTS,
-) -> tuple[Tensor, Tensor]:
-    """Compute ``log_softmax(z / T)`` of the target and the entropy of that distribution, in nats.
-
-    ``hidden`` float [tokens, width], ``targets`` int64 [tokens], ``temperatures`` float [tokens] or None for T = 1.
-    ``kept`` int64 [tokens, largest set], the ids over which each softmax is taken, -1 after the last one; the whole
-    vocabulary for a row without any, and for None. Returns (logprobs [tokens], entropy [tokens]), float32 unless the
-    logits are float64. The entropy has no gradient, and is 0 unless ``entropy`` is set.
-    """
-    if kept is not None and type(head) is nn.Linear and bool((kept[:, 0] >= 0).all()):
-        head, targets, kept, vocab_size = _narrow_head(head, targets, kept)
-
-    def score(
-        hidden: Tensor, targets: Tensor, temperatures: Tensor | None, kept: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return score_logits(head(hidden), targets, temperatures, kept, entropy=entropy)
-
-    rows = max(1, limit // vocab_size)
-    if len(targets) <= rows:
-        return score(hidden, targets, temperatures, kept)
-    scores: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, len(targets), rows):
-        part = slice(start, start + rows)
-        chunk = (
-            hidden[part],
-            targets[part],
-            None if temperatures is None else temperatures[part],
-            None if kept is None else kept[part],
-        )
-        recompute = torch.is_grad_enabled()
-        scores.append(checkpoint(score, *chunk, use_reentrant=False) if recompute else score(*chunk))
-    return torch.cat([s[0] for s in scores]), torch.cat([s[1] for s in scores])
-
-
-def _narrow_head(
-    head: nn.Linear, targets: Tensor, kept: Tensor
-) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor, int]:
-    """Return the head over the ids that occur in a set, and the same targets, sets and size of vocabulary for it."""
-    ids, places = torch.unique(kept.clamp(min=0), return_inverse=True)
-    narrow = partial(F.linear, weight=head.weight[ids], bias=None if head.bias is None else head.bias[ids])
-    return narrow, torch.searchsorted(ids, targets), places.masked_fill(kept < 0, -1), len(ids)
-
-
-def score_logits(
-    logits: Tensor, targets: Tensor, temperatures: Tensor | None, kept: Tensor | None, *, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the scores of ``score_tokens`` from logits [tokens, vocab]."""
-    if kept is None:
-        return _score_columns(logits, targets, temperatures, entropy)
-    in_sets = logits.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
-    places = (kept == targets[:, None]).byte().argmax(-1)
-    truncated = kept[:, 0] >= 0
-    scores, order = [], []
-    for member, columns, target in ((truncated, in_sets, places), (~truncated, logits, targets)):
-        tempered = None if temperatures is None else temperatures[member]
-        scores.append(_score_columns(columns[member], target[member], tempered, entropy))
-        order.append(member.nonzero()[:, 0])
-    back = torch.cat(order).argsort()
-    return torch.cat([s[0] for s in scores])[back], torch.cat([s[1] for s in scores])[back]
-
-
-def _score_columns(
-    logits: Tensor, targets: Tensor, temperatures: Tensor | None, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the scores of ``score_tokens`` over the columns of logits; ``targets`` are columns."""
-    scaled = logits if logits.dtype == torch.float64 else logits.float()
-    if temperatures is not None:
-        scaled = scaled / temperatures[:, None].to(scaled.dtype)
-    distribution = scaled.log_softmax(-1)
-    logprobs = distribution.gather(-1, targets[:, None])[:, 0]
-    if not entropy:
-        return logprobs, torch.zeros_like(logprobs)
-    with torch.no_grad():
-        return logprobs, torch.special.entr(distribution.exp()).sum(-1)

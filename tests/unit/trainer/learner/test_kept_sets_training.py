@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.kept_sets import choose_sets, pad_sets, slice_sets
-from rollmesh.trainer.learner.policy_model import score_tokens
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.token_scores import CHUNK_LOGITS, score_tokens
 from rollmesh.types import SegmentSource, Trajectory
 
 from ....kit.made_batches import VOCAB, batch_of, policy_segment, random_batch, sets_of, trajectory, with_kept_sets
@@ -67,13 +67,13 @@ def test_scores_and_gradients_over_kept_sets_are_those_of_a_loop(
     rows = pad_sets(sets_of(lists), np.arange(count))
     logprobs, entropy = score_tokens(
         hidden,
-        head,
+        head.weight,
+        head.bias,
         torch.tensor(targets),
         temperatures,
-        VOCAB,
+        None if rows is None else torch.from_numpy(rows),
         entropy=True,
-        kept=None if rows is None else torch.from_numpy(rows),
-        limit=3 * VOCAB if chunked else 1 << 20,
+        chunk_logits=3 * VOCAB if chunked else CHUNK_LOGITS,
     )
     weights = torch.arange(count) - 1.5
     values = [hidden, *head.parameters()]
@@ -101,7 +101,7 @@ def test_a_token_of_full_sampling_has_the_same_bits_beside_truncated_ones() -> N
     kept[::2, 1] = 39
     results = []
     for sets in (None, kept):
-        logprobs, entropy = score_tokens(hidden, head, targets, temperatures, VOCAB, entropy=True, kept=sets)
+        logprobs, entropy = score_tokens(hidden, head.weight, head.bias, targets, temperatures, sets, entropy=True)
         results.append((logprobs[1::2], entropy[1::2], torch.autograd.grad(logprobs[1::2].sum(), hidden)[0][1::2]))
     for whole, mixed in zip(*results, strict=True):
         assert torch.equal(whole, mixed)

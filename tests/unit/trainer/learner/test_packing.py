@@ -10,13 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig, OPTConfig, PretrainedConfig
 
 from rollmesh.algorithms.advantages import TrajectoryColumns
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.packing import balanced_bins, pack
-from rollmesh.trainer.learner.policy_model import score_tokens
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.train_batch import build_train_batch
 from rollmesh.types import Int32Array
@@ -144,30 +142,3 @@ def test_other_architectures_are_packed_exactly_too(make_model: ModelMaker, name
     trainer = PolicyTrainer(folder, TrainerConfig(tokens_per_microbatch=48), compute_dtype=torch.float64)
     for got, expected in zip(trainer.logprobs(sequences), alone(folder, sequences), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
-def test_chunked_logits_give_the_same_values_and_gradient() -> None:
-    torch.manual_seed(0)
-    head = nn.Linear(8, VOCAB).double()
-    hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, VOCAB, (23,))
-    temperatures = torch.rand(23) + 0.5
-    results = []
-    for limit in (1 << 20, 5 * VOCAB):
-        logprobs, entropy = score_tokens(hidden, head, targets, temperatures, VOCAB, entropy=True, limit=limit)
-        gradients = torch.autograd.grad((logprobs * torch.arange(23)).sum(), [hidden, *head.parameters()])
-        results.append([logprobs, entropy, *gradients])
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(whole, chunked, rtol=1e-12, atol=1e-12)
-
-
-def test_entropy_and_logprob_are_those_of_the_tempered_distribution() -> None:
-    torch.manual_seed(1)
-    logits = torch.randn(6, VOCAB, dtype=torch.float64)
-    targets, temperatures = torch.arange(6), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 0.1])
-    logprobs, entropy = score_tokens(logits, nn.Identity(), targets, temperatures, VOCAB, entropy=True)
-    for row in range(6):
-        p = torch.exp(logits[row] / temperatures[row].double())
-        p = p / p.sum()
-        assert float(logprobs[row]) == pytest.approx(float(p[row].log()), abs=1e-9)
-        assert float(entropy[row]) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-9)
