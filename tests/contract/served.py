@@ -178,6 +178,7 @@ class Served:
         *,
         extra_key: str | None = None,
         rid: str | None = None,
+        masked: bool = False,
         **sampling: Any,
     ) -> httpx.Response:
         sampling = {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True, **sampling}
@@ -187,6 +188,7 @@ class Served:
             rid=rid or uuid.uuid4().hex,
             extra_key=extra_key,
             return_logprob=True,
+            return_sampling_mask=masked,
             sampling_params=sampling,
         )
 

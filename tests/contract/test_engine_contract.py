@@ -11,9 +11,20 @@ import pytest
 
 from rollmesh.errors import DataError, GenerationRefused
 from rollmesh.generator.engines import call_limits
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
-from ..kit.generation import VOCAB, Running, collect, hf_logprobs, make_call, prompt_ids, start_calls
+from ..kit.generation import (
+    VOCAB,
+    Running,
+    collect,
+    hf_logits,
+    hf_logprobs,
+    hf_truncated,
+    make_call,
+    prompt_ids,
+    start_calls,
+)
 from ..kit.waiting import reached
 from .contract_kit import EOS, LONGEST, WAIT_SECONDS, hf_greedy
 
@@ -46,6 +57,48 @@ async def test_top_k_and_top_p_restrict_the_draw_but_not_the_reported_distributi
         narrow = await collect(engine, make_call("n", **changes))
         np.testing.assert_array_equal(narrow.tokens, greedy.tokens)
         narrow.check_pure(models)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"top_p": 0.8}, {"top_k": 5, "temperature": 1.3}, {"min_p": 0.2, "temperature": 0.7}, {"top_p": 0.9, "top_k": 4}],
+    ids=lambda changes: "-".join(changes),
+)
+async def test_tokens_of_truncated_sampling_come_with_the_sets_that_they_were_drawn_from(engine, models, changes):
+    calls = [
+        make_call(f"t{i}", prompt_ids(i), chunk_token_count=7 + i, **({"kept_tokens": VOCAB, **changes} if i else {}))
+        for i in range(4)
+    ]
+    full, *truncated = await asyncio.gather(*(collect(engine, call) for call in calls))
+    full.check_pure(models)
+    assert not any(full.kept)
+    for rollout in truncated:
+        rollout.check_pure(models)
+        logits = hf_logits(models[0], rollout.ids)[-len(rollout.tokens) :]
+        wanted = [row.nonzero().flatten().tolist() for row in hf_truncated(logits, rollout.call.sampling)]
+        if len(changes.keys() - {"temperature"}) == 1:
+            assert rollout.kept == wanted
+        else:  # SGLang takes top_p of the whole vocabulary, the others of what top_k keeps
+            assert all(set(narrow) <= set(ids) for narrow, ids in zip(wanted, rollout.kept, strict=True))
+            assert max(map(len, rollout.kept)) <= changes["top_k"]
+        assert len({len(ids) for ids in rollout.kept}) > 1 or "top_k" in changes
+
+
+async def test_interrupted_calls_and_those_that_meet_a_load_keep_the_sets_of_their_tokens(engine, models):
+    running = await start_calls(engine, 4, top_p=0.8, kept_tokens=VOCAB)
+    await engine.interrupt(["t1"])
+    await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
+    rollouts = await running.end()
+    assert len(rollouts[1].tokens) < 200
+    for rollout in rollouts:
+        assert all(token in ids for token, ids in zip(rollout.tokens.tolist(), rollout.kept, strict=True))
+        rollout.check_pure(models)
+
+
+async def test_a_set_above_the_bound_ends_its_call_by_name(engine, models):
+    with pytest.raises(DataError, match=r"rollout\.kept_tokens=3: .*raise rollout\.kept_tokens, or set"):
+        await collect(engine, make_call("wide", top_p=0.99, kept_tokens=3))
+    (await collect(engine, make_call("narrow", top_p=0.99, top_k=3, kept_tokens=3))).check_pure(models)
 
 
 async def test_a_stop_token_ends_the_call_and_is_part_of_it(engine, models):

@@ -26,6 +26,30 @@ def test_a_logprob_is_of_the_tempered_distribution_over_the_whole_vocabulary(
     assert raw <= TOLERANCE if temperature in (0.0, 1.0) else raw > 0.01
 
 
+def test_a_sampling_mask_has_the_tokens_of_a_draw_and_the_logprob_over_them(served: Served) -> None:
+    """Top-k and top-p both of the whole distribution, then min-p: joint, as no other server has it."""
+    params = {"temperature": 1.3, "top_p": 0.7, "top_k": 6, "min_p": 0.25}
+    answer = served.generate(PROMPT, 64, masked=True, **params)
+    masks, logprobs = (answer.meta[f"output_token_sampling_{name}"] for name in ("mask", "logprobs"))
+    expected = served.policies.logprobs(0, answer.ids, params["temperature"])[len(PROMPT) - 1 :]
+    assert len(masks) == len(logprobs) == 64
+    for token, mask, logprob, row in zip(answer.tokens, masks, logprobs, expected, strict=False):
+        probabilities = row.double().exp().sort(descending=True)
+        before = probabilities.values.cumsum(0) - probabilities.values
+        kept = (before <= 0.7) & (probabilities.values >= 0.25 * probabilities.values[0])
+        assert mask == probabilities.indices[:6][kept[:6]].tolist(), "falling, most likely first"
+        assert token in mask
+        assert abs(logprob - (row[token] - row[mask].logsumexp(0)).item()) <= TOLERANCE
+
+
+def test_a_sampling_mask_needs_a_top_k_within_the_server_s_bound(served: Served) -> None:
+    for top_k in (-1, 4097):
+        refused = served.send(PROMPT, 4, masked=True, top_p=0.9, top_k=top_k)
+        assert refused.status_code == 400 and "--sampling-mask-max-tokens" in refused.text
+    answer = served.generate(PROMPT, 4, masked=True, top_p=0.9, top_k=4096)
+    assert len(answer.meta["output_token_sampling_mask"]) == 4
+
+
 def test_prompt_logprobs_come_without_generating(served: Served) -> None:
     body = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}
     response = served.post("/generate", **body, sampling_params={"max_new_tokens": 0, "temperature": 1.0}).json()

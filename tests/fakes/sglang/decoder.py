@@ -37,6 +37,10 @@ class Request:
     aborting: bool = False
     retractions: int = 0
     adapter: str = ""
+    wants_mask: bool = False
+    masks: list[list[int]] = field(default_factory=list)
+    """Tokens that each token was drawn from, most likely first."""
+    mask_logprobs: list[float] = field(default_factory=list)
 
 
 class Decoder:
@@ -87,6 +91,7 @@ class Decoder:
             if everything or request.rid.startswith(rid):
                 self.waiting.remove(request)
                 request.output_ids, request.logprobs, request.version_events = [], [], []
+                request.masks, request.mask_logprobs = [], []
                 self._finish(request, {"type": "abort", "message": "Abort in waiting queue"})
         for request in self.running:
             request.aborting |= everything or request.rid.startswith(rid)
@@ -156,7 +161,11 @@ class Decoder:
         params = request.params
         temperature = params["temperature"]
         logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
-        token = int(logits.argmax()) if temperature == 0 else self._draw(logprobs, params)
+        kept, order = self._kept(logprobs, params)
+        token = int(logits.argmax()) if temperature == 0 else int(order[torch.multinomial(kept, 1)])
+        if request.wants_mask:
+            request.masks.append(order[kept > 0].tolist())
+            request.mask_logprobs.append(float((kept[order == token] / kept.sum()).log()))
         request.output_ids.append(token)
         request.logprobs.append(float(logprobs[token]))
         stops = set() if params.get("ignore_eos") else self.eos | set(params.get("stop_token_ids") or ())
@@ -167,16 +176,18 @@ class Decoder:
         elif len(request.output_ids) >= params["max_new_tokens"]:
             self._finish(request, {"type": "length", "length": params["max_new_tokens"]})
 
-    def _draw(self, logprobs: torch.Tensor, params: dict[str, Any]) -> int:
-        if logprobs.isnan().any():
-            return 0  # the real one samples something too, and says null
+    def _kept(self, logprobs: torch.Tensor, params: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities in falling order with 0 for what is dropped, and the tokens in this order."""
+        if logprobs.isnan().any():  # the real one samples something too, and says null
+            logprobs = torch.zeros_like(logprobs)
         probabilities, order = logprobs.exp().sort(descending=True)
         top_k = params.get("top_k", -1)
         if top_k > 0:
             probabilities[top_k:] = 0
         before = probabilities.cumsum(0) - probabilities
         probabilities[before >= params.get("top_p", 1.0) * probabilities.sum()] = 0
-        return int(order[torch.multinomial(probabilities, 1)])
+        probabilities[probabilities < params.get("min_p", 0.0) * probabilities[0]] = 0
+        return probabilities, order
 
     def _cached(self, key: str, context: list[int]) -> tuple[DynamicCache, int]:
         """A copy of the longest cached prefix under this key, and its length; the last token is never cached."""
@@ -212,6 +223,9 @@ class Decoder:
             "output_token_logprobs": [[p, t, None] for p, t in zip(request.logprobs, request.output_ids, strict=True)],
             "weight_versions": self._spans(request.version_events, count),
         }
+        if request.wants_mask:
+            meta["output_token_sampling_mask"] = request.masks
+            meta["output_token_sampling_logprobs"] = request.mask_logprobs
         if not request.done.done():
             request.done.set_result({"text": "", "output_ids": request.output_ids, "meta_info": meta})
 

@@ -17,6 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from .decoder import Decoder, Request
 
+_MOST_MASK_TOKENS = 4096
+
 
 class Server:
     """Endpoints and their gate: while paused, new requests are held and /ready says no."""
@@ -71,6 +73,9 @@ class Server:
             return _wrong(f"The input ({len(ids)} tokens) is longer than the model's context length")
         if body["sampling_params"]["temperature"] < 0:
             return _wrong("temperature must be a non-negative finite number")
+        top_k, wants_mask = body["sampling_params"].get("top_k", -1), bool(body.get("return_sampling_mask"))
+        if wants_mask and not 1 <= top_k <= _MOST_MASK_TOKENS:
+            return _wrong(f"return_sampling_mask requires finite 1 < top_k <= {_MOST_MASK_TOKENS}; got top_k={top_k}")
         adapter = body.get("lora_path") or ""
         if adapter and adapter not in self.decoder.adapters:
             if adapter not in self.adapter_folders:
@@ -82,6 +87,7 @@ class Server:
             input_ids=ids,
             params=body["sampling_params"],
             extra_key=f"{body.get('extra_key') or ''}|{self.adapter_ids.get(adapter, '')}",
+            wants_mask=wants_mask,
             wants_input_logprobs=body.get("logprob_start_len", -1) == 0,
             done=asyncio.get_running_loop().create_future(),
         )

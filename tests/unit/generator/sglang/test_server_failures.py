@@ -16,7 +16,7 @@ from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.sglang.server import RunningClock
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.runtime.tasks import cancel_and_wait
-from rollmesh.types import Chunk, FinishReason, GenerationCall
+from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
 from ....kit.waiting import reached
@@ -241,6 +241,13 @@ async def test_a_server_whose_settings_cannot_serve_the_run_is_refused(server, s
     server.settings = settings
     with pytest.raises(ConfigError, match=message):
         await start(**options)
+
+
+async def test_a_server_that_returns_no_kept_sets_is_refused_where_sampling_is_truncated(server, start):
+    with pytest.raises(ConfigError, match=r"rollout\.top_p, top_k and min_p .*does not return .*needs SGLang 0\.5\.23"):
+        await start(sampling=SamplingParams(top_p=0.9, kept_tokens=8))
+    (check,) = [body for path, body in server.seen if path == "/generate"]
+    assert check["return_sampling_mask"] and check["sampling_params"]["top_k"] == 9
 
 
 async def test_calls_in_progress_end_when_the_server_is_lost_not_at_their_deadline(server, start):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollmesh.errors import EngineError
+from rollmesh.errors import DataError, EngineError
 from rollmesh.generator.engines.call_limits import Backlog
 from rollmesh.generator.engines.policy_folders import difference, read_folder
 from rollmesh.generator.engines.sglang.engine_state import ServerCall, SlotQueue
@@ -75,6 +76,42 @@ def test_a_body_carries_ids_and_sampling_and_stops_only_where_the_call_says():
     assert (params["frequency_penalty"], params["presence_penalty"]) == (0.0, 0.0)
     free = slice_body([1], 8, SamplingParams(top_k=3), request_id="r", cache_key="k")["sampling_params"]
     assert free["ignore_eos"] and free["top_k"] == 3
+    assert "return_sampling_mask" not in body
+
+
+def test_a_body_of_truncated_sampling_asks_for_the_sets_with_a_top_k_that_shows_a_larger_one():
+    for sampling, top_k in (
+        (SamplingParams(top_p=0.9, kept_tokens=64), 65),
+        (SamplingParams(top_k=7, min_p=0.1, kept_tokens=64), 7),
+    ):
+        body = slice_body([1], 8, sampling, request_id="r", cache_key="k")
+        assert body["return_sampling_mask"] is True and body["sampling_logprobs_mode"] == "selected"
+        found = body["sampling_params"]
+        assert (found["top_p"], found["top_k"], found["min_p"]) == (sampling.top_p, top_k, sampling.min_p)
+
+
+def masked(tokens: list[int], masks: list[list[int]]) -> dict[str, Any]:
+    return answer(tokens, output_token_sampling_mask=masks, output_token_sampling_logprobs=[-0.25] * len(masks))
+
+
+def test_the_sets_of_an_answer_ascend_and_its_logprobs_are_those_over_them():
+    found = read(masked([5, 6, 7], [[9, 5], [6], [7, 1, 8]]), kept_tokens=3)
+    assert found.kept_sets is not None
+    assert (found.kept_sets.counts.tolist(), found.kept_sets.ids.tolist()) == ([2, 1, 3], [5, 9, 6, 1, 7, 8])
+    assert found.logprobs.tolist() == [-0.25] * 3
+    kept, _ = without(replace(found, spans=piece((3, 1), (4, 2)).spans), {4}, 0)
+    assert kept.kept_sets is not None and kept.kept_sets.ids.tolist() == [5, 9]
+    parts = chunks_of(
+        replace(found, spans=piece((3, 1), (4, 2)).spans), lambda v: v, None, cached_token_count=0, idle_version=3
+    )
+    assert [each.kept_sets.ids.tolist() for each in parts if each.kept_sets] == [[5, 9], [6, 1, 7, 8]]
+
+
+def test_an_answer_without_the_sets_that_were_asked_for_or_with_a_larger_one_is_refused():
+    with pytest.raises(EngineError, match="output_token_sampling_mask"):
+        read(answer([5]), kept_tokens=2)
+    with pytest.raises(DataError, match=r"rollout\.kept_tokens=2: a token was drawn from a larger set"):
+        read(masked([5, 6], [[5, 9, 1], [6]]), kept_tokens=2)
 
 
 def test_an_answer_becomes_tokens_logprobs_and_spans():

@@ -28,7 +28,7 @@ from rollmesh.generator.engines.sglang.loaded_adapters import LoadedAdapters
 from rollmesh.generator.engines.sglang.server import SglangServer
 from rollmesh.generator.engines.sglang.server_calls import Calls
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
-from rollmesh.generator.engines.sglang.slices import read_scores, score_body
+from rollmesh.generator.engines.sglang.slices import read_scores, read_slice, score_body, slice_body
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array
 
@@ -69,11 +69,29 @@ class SglangEngine:
             await self._server.start(folder, policy_version)
             if self._adapters is not None and self._options.server.url is not None:
                 await self._adapters.unload_leftovers()
+            await self._check_kept_sets(policy.vocab_size)
         except ConfigError:
             raise
         except EngineError as error:
             raise error if isinstance(error, EngineLost) else EngineLost(str(error)) from error
         state.folder, state.in_service = policy, policy_version
+
+    async def _check_kept_sets(self, vocab_size: int) -> None:
+        """Sample a token as training does; ConfigError unless its kept set comes with it."""
+        sampling = self._options.sampling
+        if not sampling.kept_tokens:
+            return
+        body = slice_body([0], 1, sampling, request_id=uuid.uuid4().hex, cache_key="check")
+        try:
+            answer = await self._server.api.generate(body)
+            read_slice(answer, sampling, vocab_size=vocab_size, budget=1, sole_version=self._server.policy_version)
+        except (DataError, EngineError) as error:
+            raise ConfigError(
+                "rollout.top_p, top_k and min_p truncate sampling, but the SGLang server does not return the set that "
+                f"each token was drawn from: {error}; it needs SGLang 0.5.23 or later, an option "
+                f"--sampling-mask-max-tokens above rollout.kept_tokens={sampling.kept_tokens} (default 4096), and a "
+                "sampling backend that captures the sets"
+            ) from error
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
         vocab_size = self._state.serving().vocab_size

@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.generator import GeneratorConfig, SglangConfig
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.policy_folders import AdapterSettings
+from rollmesh.types import SamplingParams
 
 _SPARE_TOKENS = 8
 """Positions of its context length that the server reserves; a call never reaches them."""
@@ -36,6 +37,8 @@ class SglangOptions:
     dtype: str = "float32"
     adapter: AdapterSettings | None = None
     """Adapters of the run; None serves full weights."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling parameters of training rollouts."""
     admin_key: str | None = None
     """Key of the server's endpoints; None sends none."""
     log_file: Path = Path("sglang.log")
@@ -51,6 +54,7 @@ class SglangOptions:
             generator=config.generator,
             dtype=config.model.dtype,
             adapter=AdapterSettings.from_config(config),
+            sampling=config.rollout.sampling(config.seed, ()),
             admin_key=secrets.token_hex(16) if key is None and server.url is None else key,
             log_file=Path(config.folder) / "logs" / f"sglang-{index}.log",
         )

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines.call_limits import empty_chunk
-from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, SamplingParams
+from rollmesh.generator.engines.call_limits import empty_chunk, set_too_large
+from rollmesh.kept_sets import slice_sets, stack_sets
+from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, KeptSets, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class Slice:
     """Tokens of one response."""
 
     token_ids: Int32Array  # [tokens]
-    logprobs: Float32Array  # [tokens], log_softmax(z/T) over the full vocabulary; raw at T=0
+    logprobs: Float32Array  # [tokens], log_softmax(z/T) over the kept set, else the full vocabulary; raw at T=0
     spans: tuple[TokenSpan, ...]
     """Spans that cover the tokens in order without gaps."""
     stopped: bool
@@ -45,12 +46,13 @@ class Slice:
     cached_token_count: int = 0
     retraction_count: int = 0
     """Times that the server took the request out of its batch, for a pause or for lack of cache."""
+    kept_sets: KeptSets | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
-_DEFAULT_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+_DEFAULT_SAMPLING = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 """Sampling parameters sent explicitly, because a server may have other defaults."""
 
 
@@ -65,10 +67,13 @@ def slice_body(
 ) -> dict[str, Any]:
     """Build the /generate request that continues ``context``; token ids in and out, one log-probability a token.
 
-    ``adapter`` is the server's name of an adapter; None is the base.
+    ``adapter`` is the server's name of an adapter; None is the base. The server returns kept sets only where top-k is
+    on; without one in the call, it keeps one token more than a set may have, so that a larger set is noticed.
     """
+    keeps = sampling.kept_tokens > 0
     return {
         **({} if adapter is None else {"lora_path": adapter}),
+        **({"return_sampling_mask": True, "sampling_logprobs_mode": "selected"} if keeps else {}),
         "rid": request_id,
         "input_ids": context,
         "extra_key": cache_key,
@@ -78,7 +83,8 @@ def slice_body(
             "max_new_tokens": new_token_count,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
+            "top_k": sampling.top_k or (sampling.kept_tokens + 1 if keeps else -1),
+            "min_p": sampling.min_p,
             **_DEFAULT_SAMPLING,
             "stop_token_ids": list(sampling.stop_token_ids),
             # Without stop tokens in the call, those of the model's configuration must not end the response either.
@@ -105,7 +111,7 @@ def score_body(ids: Sequence[int], *, request_id: str, adapter: str | None = Non
 def read_slice(
     answer: Mapping[str, Any], call: SamplingParams, *, vocab_size: int, budget: int, sole_version: int | None
 ) -> Slice:
-    """Parse a response; EngineError if it is malformed or inconsistent.
+    """Parse a response; EngineError if it is malformed or inconsistent, DataError if a kept set is too large.
 
     ``sole_version`` is the version of the whole slice if the response has no spans. None rejects a response without
     spans, because weights were loaded during the slice.
@@ -117,6 +123,10 @@ def read_slice(
     try:
         tokens = np.array(ids, np.int64).reshape(-1)
         logprobs, stamped = _read_logprobs(meta.get("output_token_logprobs") or [])
+        sets = None
+        if call.kept_tokens and len(tokens):
+            sets = stack_sets([np.sort(np.array(kept, np.int32)) for kept in meta["output_token_sampling_mask"]])
+            logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32)
         reason = meta.get("finish_reason") or {}
         kind = reason.get("type")
         spans = _read_spans(meta, len(tokens), sole_version)
@@ -130,6 +140,8 @@ def read_slice(
         raise EngineError(f"SGLang /generate: {len(tokens)} tokens, requested {budget}")
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         raise EngineError(f"SGLang /generate: a token id outside the vocabulary of {vocab_size} tokens")
+    if sets is not None and sets.counts.max() > call.kept_tokens:
+        raise set_too_large(call.kept_tokens)
     return Slice(
         token_ids=tokens.astype(np.int32),
         logprobs=logprobs,
@@ -140,6 +152,7 @@ def read_slice(
         prompt_token_count=prompt,
         cached_token_count=cached,
         retraction_count=retractions,
+        kept_sets=sets,
     )
 
 
@@ -185,11 +198,16 @@ def without(piece: Slice, refused: Collection[int], floor: int) -> tuple[Slice, 
             token_ids=piece.token_ids[: span.start],
             logprobs=piece.logprobs[: span.start],
             spans=piece.spans[:number],
+            kept_sets=_part(piece.kept_sets, 0, span.start),
             stopped=False,
             cut=True,
         )
         return kept, fell
     return piece, False
+
+
+def _part(sets: KeptSets | None, start: int, end: int) -> KeptSets | None:
+    return None if sets is None else slice_sets(sets, start, end)
 
 
 def check_finite(piece: Slice) -> None:
@@ -219,6 +237,7 @@ def chunks_of(
             behavior_logprobs=piece.logprobs[span.start : span.end],
             policy_version=span.policy_version,
             kv_min_version=kv_min_version(span.policy_version),
+            kept_sets=_part(piece.kept_sets, span.start, span.end),
         )
         for span in piece.spans
     ]
