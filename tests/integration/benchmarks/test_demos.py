@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.demos import app, demo_result, effect_of
+from benchmarks.demos import app, demo_result
 from rollmesh.cli.configuration import method_settings
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
 from rollmesh.report.audit_result import AUDIT_FILE, AuditResult
-from rollmesh.report.summary import summarise
 from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.presets import PRESETS, companion_settings
 
@@ -43,19 +41,6 @@ def test_the_settings_of_a_run_are_valid_in_the_demo(name: str) -> None:
     overrides = ["schedule.pool_size=null", "schedule.max_staleness=null", *SETTINGS[name]]
     config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides, environ={})
     assert Schedule.from_config(config).preset == name or "/" in name
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("schedules", "--preset", "copris2"), "--preset copris2: not known; known: sync, "),
-        (("methods", "--method", "drpo"), "--method drpo: not known; known: sampler/order, "),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_known_ones(options: tuple[str, ...], words: str) -> None:
-    done = CliRunner().invoke(app, options)
-    assert done.exit_code == 2
-    assert words in " ".join(done.output.split())
 
 
 def test_a_run_passes_with_all_updates_and_a_green_audit_only(tmp_path: Path) -> None:
@@ -112,31 +97,3 @@ def test_seeds_end_with_the_verdict_and_its_status(
     assert done.exit_code == status, done.output
     assert done.output.splitlines()[-1].startswith("verdict: ")
     assert ("NOT" in done.output.splitlines()[-1]) is bool(status)
-
-
-@pytest.mark.parametrize(
-    ("method", "changes", "effect"),
-    [
-        (
-            "planner/dars",
-            {"rollouts_per_group": {8: 1, 32: 1}, "rounds_per_group": 1.5},
-            "8 to 32 rollouts a group",
-        ),
-        ("masks/m2po", {"masked_tokens": {"stale": 2, "m2po": 1511}}, "m2po masked 1,511 tokens"),
-        ("masks/m2po", {"masked_tokens": {"stale": 2}}, ""),
-        ("update_scale/ess", {"mean_rate_factor": 0.95}, "rate times 0.950"),
-        ("replay/uniform", {"replayed_share": 0.5}, "50.0% of the trajectories replayed"),
-        ("advantage/pairs", {"skipped_trajectories": 56}, "mean size 0.500, 56 skipped"),
-        ("sampler/band", {"domains": {"a": {"completed": 1}, "b": {"completed": 3}}}, "completed a 25.0% b 75.0%"),
-        ("loss/tis", {}, "mean gradient norm 2"),
-    ],
-)
-def test_an_effect_is_what_totals_and_step_reports_show(
-    tmp_path: Path, method: str, changes: dict[str, Any], effect: str
-) -> None:
-    summary = summarise(make_run(tmp_path / "run", steps=3))
-    for name, value in changes.items():
-        assert hasattr(summary, name)
-        setattr(summary, name, value)
-    records = [{"grad_norm": norm, "batch": {"advantage_abs_mean": norm / 4}} for norm in (1.0, 2.0, 3.0)]
-    assert effect_of(method, summary, records).startswith(effect)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,12 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_arm import Update
-from rollmesh.config.generator import GeneratorConfig
 from rollmesh.errors import ConfigError
 
 pytestmark = pytest.mark.long
 
 PLAN = gpu.quick_plan()
 SYNC, COPRIS = "sync", "copris_paper 32"
-UPDATE = Update(
-    arm=SYNC,
-    train_step=1,
-    seconds={"load": 0.5, "generate": 2.0, "train": 1.0, "export": 0.5},
-    generated_tokens=150,
-    reprefilled_tokens=0,
-    untrained_tokens=50,
-    most_running=4,
-    lengths={"0.0": 40, "0.1": 60},
-)
 
 
 @pytest.fixture(scope="module")
@@ -76,23 +64,6 @@ def test_copris_fills_its_pool_and_continues_what_it_interrupted(arms):
     assert first.untrained_tokens > 0
     assert first.reprefilled_tokens + second.reprefilled_tokens > 0
     assert second.generated_tokens + first.untrained_tokens == second.trained_tokens + second.untrained_tokens
-
-
-def test_both_curves_are_paces_that_a_generator_accepts(saved):
-    assert len(saved["curves"]) == 2
-    for curve in saved["curves"].values():
-        assert [running for running, _ in curve] == [1, 8, 32]
-        assert GeneratorConfig(pace=curve).pace == [tuple(point) for point in curve]
-
-
-def test_unfinished_and_inherited_tokens_earn_nothing_and_the_baseline_is_sync(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    behind = replace(UPDATE, lengths={"0.0": 180}, generated_tokens=120)
-    faster = replace(UPDATE, arm=COPRIS, seconds={**UPDATE.seconds, "generate": 0.0})
-    rows = {row.name: row for row in gpu.measures(gpu.quick_plan(), {}, [UPDATE, behind, faster])}
-    assert rows["sync: trained tokens (charged), CPU"].value == (100 + 170) / 8
-    other = rows[f"{COPRIS}: trained tokens (charged), CPU"]
-    assert (other.value, other.baseline, other.baseline_value) == (100 / 2, "sync", 270 / 8)
 
 
 def test_without_a_gpu_it_refuses_and_says_what_to_do(monkeypatch):

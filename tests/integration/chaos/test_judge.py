@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.trainer import TrainerConfig
@@ -115,24 +114,6 @@ def test_a_prompt_under_two_group_ids_is_found(run: Any) -> None:
     assert the_problem(run) == f"1 prompt(s) were trained more than once: e0 {prompt_id}"
 
 
-def test_groups_of_one_may_have_the_same_prompt_as_often_as_a_prompt_is_repeated(run: Any) -> None:
-    prompt_id = run.store.read_batch(1).groups[0].trajectories[0].prompt.prompt_id
-
-    def one_member(group: Group) -> Group:
-        return dataclasses.replace(group, trajectories=group.trajectories[:1])
-
-    def same_prompt(group: Group) -> Group:
-        return dataclasses.replace(group, trajectories=(with_prompt(prompt_id)(group.trajectories[0]),))
-
-    for step in range(1, STEPS + 1):
-        change = same_prompt if step <= 2 else one_member
-        run.replace_batch(step, lambda b, c=change: with_group(1, one_member)(with_group(0, c)(b)))
-    run.change_config(schedule={"preset": "sorted", "group_size": 2})
-    assert judge(run.folder).problems == ()
-    run.replace_batch(3, with_group(0, same_prompt))
-    assert the_problem(run) == f"1 prompt(s) were trained more than 2 times: e0 {prompt_id}"
-
-
 def test_a_lost_trajectory_is_found(run: Any) -> None:
     run.replace_batch(3, with_group(0, lambda g: dataclasses.replace(g, trajectories=g.trajectories[1:])))
     assert the_problem(run) == "1 member(s) of groups are missing, of which 0 had no score"
@@ -162,13 +143,6 @@ def test_a_group_that_was_admitted_long_ago_and_never_trained_is_found(run: Any)
     lines = (json.dumps({"train_step": step, "mesh": dropped}) + "\n" for step in range(1, STEPS + 1))
     (run.folder / "metrics.jsonl").write_text("".join(lines))
     assert lost not in judge(run.folder).problems
-
-
-def test_a_step_that_the_metrics_repeat_is_found(run: Any) -> None:
-    mesh = {"dropped_groups": {}, "totals": {}}
-    lines = (json.dumps({"train_step": step, "mesh": mesh}) + "\n" for step in (1, 2, 2, 3, 4, 5, 6))
-    (run.folder / "metrics.jsonl").write_text("".join(lines))
-    assert the_problem(run) == "metrics.jsonl has the steps [1, 2, 2, 3, 4, 5, 6]"
 
 
 @pytest.mark.parametrize("at", [40, 400, -200, -2])
@@ -209,35 +183,6 @@ def test_a_trajectory_beyond_the_staleness_bound_is_found(run: Any) -> None:
     assert problem.startswith("8 trajectories are older than 1 steps, or of no known version: e0-4.1, ")
 
 
-@pytest.mark.parametrize("change", [{"preset": "kimi"}, {"on_stale": "mask_old_segments"}])
-def test_a_run_that_masks_old_tokens_may_train_groups_with_some(run: Any, change: dict[str, str]) -> None:
-    run.change_config(schedule={"max_staleness": 1, **change})
-    assert judge(run.folder).problems == ()
-
-
-@pytest.mark.parametrize(("off", "problem"), [(0, ""), (1, "counts 1 trained tokens")])
-def test_tokens_that_are_masked_are_not_among_the_trained_ones_of_a_state(run: Any, off: int, problem: str) -> None:
-    batches = [run.store.read_batch(step) for step in range(1, STEPS + 1)]
-    ages = [
-        (b.train_step - 1 - s.policy_version, len(s.token_ids))
-        for b in batches
-        for group in b.groups
-        for t in group.trajectories
-        for s in t.segments
-        if s.source is SegmentSource.POLICY
-    ]
-    trained = sum(tokens for age, tokens in ages if age <= 1)
-    assert 1 < trained < sum(tokens for _, tokens in ages)
-    groups = sum(len(b.groups) for b in batches)
-    progress = {"trained_groups_by_length_decile": [groups], "trained_token_total": off or trained}
-    shutil.rmtree(run.folder / "checkpoints" / "states" / f"{STEPS:08d}-s{STEPS}")
-    tensors = {"weight": torch.zeros(2)}
-    run.store.save_state(session="z", train_step=STEPS, rollback_count=0, tensors=tensors, extra={"progress": progress})
-    run.change_config(schedule={"max_staleness": 1, "on_stale": "mask_old_segments"})
-    problems = judge(run.folder).problems
-    assert (problem in problems[0]) if problem else not problems
-
-
 PLANNERS: dict[str, tuple[dict[str, Any], bool]] = {
     "two rounds of dars": ({"planner": "dars"}, True),
     "dars of four at most": ({"planner": "dars", "planner_options": {"most_members": 4}}, False),
@@ -246,28 +191,6 @@ PLANNERS: dict[str, tuple[dict[str, Any], bool]] = {
     "a planner of a user's code": ({"planner": "mine:planner"}, True),
     "one round": ({}, False),
 }
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_a_group_has_as_many_members_as_its_planner_launches(run: Any, planner: str) -> None:
-    """The fifth of four members."""
-    section, is_sound = PLANNERS[planner]
-
-    def rename(trajectory: Trajectory) -> Trajectory:
-        return dataclasses.replace(trajectory, trajectory_id=f"{trajectory.group_id}.4", member_index=4)
-
-    run.replace_batch(4, with_member(rename))
-    run.change_config(schedule={"group_size": 4}, curriculum=section)
-    problems = judge(run.folder).problems
-    assert any("has members other than 0 to" in problem for problem in problems) is not is_sound
-
-
-def test_a_sampler_may_draw_a_prompt_again(run: Any) -> None:
-    prompt_id = run.store.read_batch(3).groups[0].trajectories[0].prompt.prompt_id
-    run.replace_batch(4, with_members(with_prompt(prompt_id)))
-    assert any("1 prompt(s) were trained more than once" in problem for problem in judge(run.folder).problems)
-    run.change_config(data={"source": {"puzzles": 64}}, curriculum={"sampler": "frontier"})
-    assert not any("prompt(s)" in problem for problem in judge(run.folder).problems)
 
 
 @pytest.mark.parametrize("off", [2e-3, float("nan")])

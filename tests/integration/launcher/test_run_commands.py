@@ -153,6 +153,12 @@ def test_a_version_without_weights_is_not_evaluated(folder: Path, version: str, 
     assert message in done.stderr
 
 
+def test_a_rollback_is_requested_to_an_announced_version_only(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["rollback", str(folder), "--version", "99"])
+    assert done.exit_code == 2 and "policy version 99 has not been announced" in done.stderr
+    assert "rollback to policy version 0 requested" in printed("rollback", str(folder), "--version", "0")
+
+
 async def note_evaluation(folder: Path, version: int) -> None:
     """Leave an evaluation of which no answer counts."""
     run = config(folder)

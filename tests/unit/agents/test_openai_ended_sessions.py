@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.agents import agents_service, recorded_calls, session_rewards
+from rollmesh.agents import recorded_calls, session_rewards
 from rollmesh.agents.agent_session import UNWANTED, AgentGone, AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import OpenAiMetrics
-from rollmesh.agents.agents_service import drain_at
 from rollmesh.agents.context_match import Context
 from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_requests import RewardRequest
@@ -26,7 +25,6 @@ from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.agents.session_rewards import Rewards, check_repeated
 from rollmesh.config.rollout import RolloutConfig
-from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
 from rollmesh.types import ForkStatus, Int32Array, SamplingParams
@@ -299,39 +297,6 @@ async def test_the_time_for_room_does_not_run_during_a_pause(
     for task in (run, *queue.tasks):
         with pytest.raises(AgentGone):
             await task
-
-
-async def _over() -> bool:
-    return True
-
-
-async def _going_on() -> bool:
-    return False
-
-
-async def _unknown() -> bool:
-    raise StoreUnavailable("Redis has stopped first")
-
-
-@pytest.mark.parametrize("complete", [_going_on, _unknown])
-async def test_a_call_has_the_stated_time_to_be_answered(complete, monkeypatch) -> None:
-    assert agents_service._ANSWER_SECONDS == 2.0
-    monkeypatch.setattr(agents_service, "_ANSWER_SECONDS", 0.2)
-    shutdown = asyncio.Event()
-    async with drain_at(shutdown, complete) as notice:
-        start = time.monotonic()
-        shutdown.set()
-        error = await notice()
-    assert time.monotonic() - start > 0.19
-    assert (error.status, error.code) == (503, "shutting_down")
-
-
-async def test_a_run_that_needs_nothing_more_says_so_at_once() -> None:
-    shutdown = asyncio.Event()
-    async with drain_at(shutdown, _over) as notice:
-        shutdown.set()
-        error = await notice()
-    assert (error.status, error.code) == (410, "run_complete")
 
 
 async def test_a_team_is_silent_only_when_all_its_sessions_are() -> None:

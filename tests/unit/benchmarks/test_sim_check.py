@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.frame import missed
 from benchmarks.processes import write_run_file
-from benchmarks.sim_check import ARMS, CELLS, Pair, measures_of, run, run_file, sides
+from benchmarks.sim_check import ARMS, CELLS, Pair, measures_of, run, run_file
 from rollmesh.errors import ConfigError
 
 CELL = CELLS[0]
@@ -17,26 +16,6 @@ CELL = CELLS[0]
 
 def pair(arm: str, seed: int, real: float, simulated: float) -> Pair:
     return Pair(arm=arm, cell=CELL, seed=seed, real=real, simulated=simulated, strangers=0.0, load_average=float(seed))
-
-
-def test_the_median_of_the_ratios_counts_and_the_calibrated_arm_has_no_bar() -> None:
-    pairs = [pair("copris", 0, 1.0, 0.5), pair("copris", 1, 1.0, 1.1), pair("copris", 2, 2.0, 1.9)]
-    rows = {row.name: row for row in measures_of([*pairs, pair("sync", 0, 1.0, 3.0)])}
-    assert rows["copris, shared cores, no pace: median"].ratio == pytest.approx(0.95)
-    assert rows["copris, shared cores, no pace, seed 1"].ratio == pytest.approx(1.1)
-    assert not missed(rows.values())
-    assert len(rows) == 4 + 2
-
-
-def test_each_run_of_the_calibrating_arm_has_a_row_that_names_the_arms_it_is_for() -> None:
-    first, second = (
-        replace(pair("sync", 0, 1.0, 1.0), neighbours=names) for names in (("copris", "areal"), ("pipeline",))
-    )
-    assert [row.name for row in measures_of([first, second])] == [
-        "sync for copris and areal, shared cores, no pace, seed 0",
-        "sync for pipeline, shared cores, no pace, seed 0",
-        "sync, shared cores, no pace: median, calibrated on",
-    ]
 
 
 @pytest.mark.parametrize("ratio", [0.79, 1.21])
@@ -59,11 +38,3 @@ def test_an_arm_that_cannot_be_predicted_is_refused_before_the_first_run(tmp_pat
     with pytest.raises(ConfigError, match=f"--arm {arm}: .*{reason}"):
         run(arm=["copris", arm], output=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_sides_share_all_cores_or_have_half_of_them_each() -> None:
-    shared, separate = (next(cell for cell in CELLS if cell.is_shared is flag) for flag in (True, False))
-    assert sides(shared, [0, 1, 5]) == ([0, 1, 5], [0, 1, 5])
-    assert sides(separate, [0, 1, 5]) == ([0], [1, 5])
-    with pytest.raises(ConfigError, match="needs 2"):
-        sides(separate, [0])

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.frame import missed
 from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.runtime.endpoints import Endpoint
 from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.presets import PRESETS
-from rollmesh.store.embedded import EmbeddedServer
 
-from ...chaos.attack import AttackedRun, Victim
-from ...chaos.chaos import _regeneration
 from ...chaos.faults import FAULTS, Cost, ExpectedEnd, Fault, Outside, faults_named
 from ...chaos.rounds import (
     ChaosRound,
-    groups_ended_unfinished,
-    read_round,
-    regenerated,
     regenerated_bound,
 )
 from ...chaos.short_run import short_run_config
@@ -136,89 +125,9 @@ def written(folder: Path, looks: list[dict[str, Any]]) -> RunFolder:
     return run
 
 
-def test_regenerated_tokens_include_what_a_killed_generator_took_along(tmp_path: Path) -> None:
-    folder = written(tmp_path, [look(1.0, {"0:7": 50.0}, 40), look(2.0, {"0:7": 60.0, "0:9": 60.0}, 118)])
-    assert regenerated(folder, {"0:7": 75.0}, since=1.5) == 120 + 15 - 118
-
-
-def test_the_last_tokens_of_rollouts_that_the_end_of_a_run_lets_go_are_not_the_faults(tmp_path: Path) -> None:
-    looks = [
-        look(1.0, {"0:7": 50.0}, 50),
-        look(3.0, {"0:7": 100.0}, 98, leased=3),
-        look(4.0, {"0:7": 150.0}, 149, running=2),
-        look(5.0, {"0:7": 200.0}, 193),
-        look(6.0, {"0:7": 300.0}, 280),
-    ]
-    assert regenerated(written(tmp_path, looks), {}, since=2.0) == 7, "before the fault and at work do not count"
-    assert regenerated(written(tmp_path, looks), {}, since=5.5) == 20
-
-
-def test_rollouts_of_a_killed_generator_are_those_whose_calls_broke_there_and_not_its_own_count(tmp_path: Path) -> None:
-    """Its own count leaves out calls that have ended there while their last tokens are on the way to the worker."""
-    (tmp_path / "run").mkdir()
-    folder = written(
-        tmp_path / "run", [look(1.0, {"0:7": 50.0}, 50, running=1), look(9.0, {"0:7": 50.0, "0:9": 169.0}, 50)]
-    )
-
-    def broken(trajectory: str, address: str = "127.0.0.1:7", reason: str = "broken", message: str = "reset") -> str:
-        words = {"event": "generator_misbehaved", "reason": reason, "address": address, "trajectory": trajectory}
-        return json.dumps({**words, "message": message}) + "\n"
-
-    folder.logs.mkdir()
-    (folder.logs / "rollout-0.log").write_text("no JSON\n" + broken("e0-0.0") * 2 + broken("e0-0.1", reason="hung"))
-    others = "".join(broken(f"e0-1.{member}") for member in range(10))
-    others += broken("e0-2.0", message="UNAVAILABLE: Failed to connect to remote host: Connection refused")
-    (folder.logs / "rollout-1.log").write_text(others + broken("e0-9.0", address="127.0.0.1:9"))
-    killed = Endpoint(service="generator", index=0, pid=10**9, grpc="127.0.0.1:7", admin="")
-    scene = AttackedRun(
-        folder=tmp_path,
-        run="chaos",
-        redis=EmbeddedServer(tmp_path / "redis"),
-        rng=random.Random(0),
-        ended=lambda: False,
-        deadline=time.monotonic() + 60.0,
-    )
-    scene.strike_holder(Victim(endpoint=killed, rollouts=6), signal.SIGKILL)
-    data = short_run_config(Path("run"), 1)
-    result = read_round(folder, data, faults_named("kill -9 generator")[0], scene, (0,), 1.0, "")
-    assert (result.in_flight, result.regenerated_tokens, result.regenerated_bound) == (11, 169, 11 * 16)
-
-
-def test_without_a_timeline_there_is_no_count(tmp_path: Path) -> None:
-    assert regenerated(RunFolder(tmp_path), {}) is None
-
-
 @pytest.mark.parametrize(("cost", "bound"), [(Cost.NOTHING, 0), (Cost.UNSAVED, 5 * 16), (Cost.UNBOUNDED, None)])
 def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost, bound: int | None) -> None:
     assert regenerated_bound(cost, 5, short_run_config(Path("run"), 1)) == bound
-
-
-def test_unsaved_tokens_of_groups_that_the_schedule_ended_are_no_cost_of_the_fault(tmp_path: Path) -> None:
-    """Of two evicted groups, a filtered one and one that has begun again, three may have lost 16 tokens a member."""
-    folder = RunFolder(tmp_path)
-    mesh = {
-        "dropped_groups": {"stale": 1, "straggler_timeout": 1, "filtered_all_right": 3, "run_complete": 2},
-        "groups_begun_again_by_reason_and_length_decile": {"restarted:3": 1},
-    }
-    folder.metrics.write_text("".join(json.dumps({"mesh": each}) + "\n" for each in ({}, mesh)))
-    assert groups_ended_unfinished(folder) == 3
-    data = short_run_config(Path("run"), 1, "roll")
-    assert regenerated_bound(Cost.UNSAVED, 5, data, 3) == (5 + 3 * 4) * 16
-    assert regenerated_bound(Cost.NOTHING, 5, data, 3) == 3 * 4 * 16
-    planned = short_run_config(Path("run"), 1, "copris", {"curriculum": {"planner": "dars"}})
-    assert regenerated_bound(Cost.UNSAVED, 5, planned, 3) == (5 + 3 * 32) * 16
-
-
-def test_only_killed_redis_members_cut_off_and_processes_outside_are_without_a_bound() -> None:
-    unbounded = [fault for fault in FAULTS if fault.cost is Cost.UNBOUNDED and fault.outside is Outside.NOTHING]
-    assert len([fault for fault in unbounded if fault.name.startswith("kill -9 redis")]) == 5
-    assert all(fault.name.startswith("kill -9 redis") or fault.preset == "rollpacker" for fault in unbounded)
-    assert [fault.cost for fault in FAULTS if "outage" in fault.name or "maxmemory" in fault.name] == [Cost.UNSAVED] * 2
-
-
-def test_a_round_over_its_bound_misses_a_bar_and_one_without_a_bound_has_none() -> None:
-    assert missed([_regeneration(2, GOOD), _regeneration(3, replace(GOOD, regenerated_bound=None))]) == []
-    assert len(missed([_regeneration(2, replace(GOOD, regenerated_tokens=6))])) == 1
 
 
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:
@@ -227,9 +136,3 @@ def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_na
     assert len({fault.name for fault in FAULTS}) == 41
     with pytest.raises(ConfigError, match="choose one of: .*kill -9 generator; .*flip a byte of the newest policy"):
         faults_named("kill -9 generators")
-
-
-def test_only_damaged_files_that_nothing_can_replace_end_a_run_and_their_names_are_on_the_console() -> None:
-    not_green = {fault.name: fault.expected_end for fault in FAULTS if not fault.expected_end.green}
-    assert [ending.exit_statuses for ending in not_green.values()] == [(2, 1), (2, 1), (0, 1)]
-    assert [bool(ending.output_contains) for ending in not_green.values()] == [True, True, False]

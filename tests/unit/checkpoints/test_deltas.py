@@ -7,13 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rollmesh.checkpoints import bucket_copies
 from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.bucket_copies import stored_copies
-from rollmesh.checkpoints.deltas import apply_delta, without_bases, write_delta
+from rollmesh.checkpoints.deltas import apply_delta, write_delta
 from rollmesh.checkpoints.durable import sha256_of
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.errors import Reason
@@ -64,29 +62,6 @@ def test_a_delta_that_does_not_fit_its_base_is_refused(tmp_path: Path) -> None:
         assert refused(apply_delta, base, delta, tmp_path / name).reason == Reason.TAMPERED, name
 
 
-@given(st.integers(1, 12), st.integers(1, 6), st.data())
-def test_pruning_keeps_every_version_that_a_kept_one_is_read_through(
-    count: int, anchor: int, data: st.DataObject
-) -> None:
-    bases = {f"p{v}": None if v % anchor == 0 else f"p{v - 1}" for v in range(count)}
-    removed = data.draw(st.lists(st.sampled_from(sorted(bases)), unique=True))
-    gone = without_bases(list(bases), removed, bases.__getitem__)
-    kept = set(bases) - set(gone)
-    assert set(gone) <= set(removed)
-    assert all(bases[path] is None or bases[path] in kept for path in kept)
-    assert all(
-        any(_reads_through(bases, path, extra) for path in set(bases) - set(removed)) for extra in kept & set(removed)
-    )
-
-
-def _reads_through(bases: dict[str, str | None], path: str | None, other: str) -> bool:
-    while path is not None:
-        path = bases[path]
-        if path == other:
-            return True
-    return False
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> BucketStore:
     """A store with two policies and two batch files in the memory of this process."""
@@ -96,21 +71,6 @@ def store(tmp_path: Path) -> BucketStore:
         publish(store, step, step=step)
         write_batch(store, make_batch(step + 1), CURSOR)
     return store
-
-
-def test_a_damaged_copy_is_found_although_this_node_reads_its_own(store: BucketStore) -> None:
-    first, second = store.complete_policies()
-    assert (store.check_copies().compared, store.check_copies().damaged) == (4, {})
-    flip_object(store.objects, f"{first.path}/model.safetensors", -1)
-    flip_object(store.objects, f"{second.path}/manifest.json", 100)
-    flip_object(store.objects, "batches/00000002.pb", 40)
-    store.objects.delete([f"{first.path}/config.json"])
-    longer = f"{first.path}/tokenizer.json"
-    store.objects.write(longer, store.objects.read(longer, 1 << 30) + b"x")
-    damaged = store.check_copies().damaged
-    assert sorted(damaged) == ["batches/00000002.pb", first.path, second.path]
-    assert all(name in damaged[first.path] for name in ("config.json", "model.safetensors", "tokenizer.json"))
-    assert store.open(second).folder.is_dir() and store.read_batch(2).train_step == 2
 
 
 def test_copies_over_the_limit_are_named_as_not_read(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:

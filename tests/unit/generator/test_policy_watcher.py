@@ -271,45 +271,6 @@ async def test_an_engine_that_an_operator_paused_stays_paused_when_staged_weight
     assert engine.told == ["start 0", "pause", "score 1", "load 1"] and engine.paused
 
 
-async def test_staged_weights_that_fail_their_canary_never_pause_decoding(watcher, engine, serving_state):
-    engine.scores_staged = True
-    await watcher.load_version(0)
-    engine.score_error = EngineError("out of memory")
-    with pytest.raises(EngineError, match="out of memory"):
-        await watcher.load_version(1)
-    assert engine.told == ["start 0"] and "out of memory" in serving_state.reason
-    engine.score_error = None
-    await watcher.load_version(2)
-    assert engine.told[1:] == ["score 2", "load 2"]
-    assert not serving_state.reason
-
-
-async def test_an_engine_paused_with_weights_that_failed_continues_with_staged_weights_that_pass(
-    watcher, engine, serving_state, monkeypatch
-):
-    await watcher.load_version(0)
-    load = engine.load
-
-    async def lost(folder: Path, version: int, mode: OnNewVersion) -> float:
-        if version == 0:
-            raise EngineError("the old policy is gone")
-        return await load(folder, version, mode)
-
-    async def interrupt_all(state: ServingState, engine: Engine) -> None:
-        engine.told.append("interrupt all")
-
-    monkeypatch.setattr(engine, "load", lost)
-    monkeypatch.setattr(ServingState, "interrupt_all", interrupt_all)
-    engine.score_error = EngineError("out of memory")
-    with pytest.raises(EngineError, match="out of memory"):
-        await watcher.load_version(1)
-    assert engine.told == ["start 0", "load 1", "interrupt all"] and engine.paused
-    engine.score_error, engine.scores_staged = None, True
-    await watcher.load_version(2)
-    assert engine.told[3:] == ["score 2", "load 2", "resume"]
-    assert not engine.paused and not serving_state.reason
-
-
 @contextlib.asynccontextmanager
 async def running(
     watcher: PolicyWatcher, registry: Registry, engine: Engine
@@ -331,22 +292,6 @@ async def running(
         yield told
     finally:
         await cancel_and_wait(task)
-
-
-@pytest.mark.parametrize("rules", [ReloadRules(every_versions=3, last_train_step=5)])
-async def test_the_watcher_passes_over_versions_between_two_multiples_of_k(watcher, engine, registry):
-    async with running(watcher, registry, engine) as told:
-        assert await told() == ["start 0"]
-        registry.newest = 2
-        assert await told() == ["start 0"]
-        registry.newest = 3
-        assert await told() == ["start 0", "load 3"]
-        registry.newest = 4
-        assert await told() == ["start 0", "load 3"]
-        registry.required = 4
-        assert await told() == ["start 0", "load 3", "load 4"]
-        registry.newest = 5
-        assert await told() == ["start 0", "load 3", "load 4", "load 5"], "the last one"
 
 
 async def test_a_policy_that_could_not_be_fetched_during_an_outage_of_the_object_store_is_tried_again(
@@ -382,43 +327,6 @@ async def test_a_generator_whose_object_store_refuses_it_ends_before_its_first_p
 
 
 _ADAPTERS = pytest.mark.parametrize("mode", [OnNewVersion.NEXT_SLICE])
-
-
-@_ADAPTERS
-async def test_a_generator_that_starts_late_loads_the_base_and_the_newest_adapter_above_it(
-    watcher, engine, serving_state
-):
-    await watcher.load_version(5)
-    assert engine.told == ["start 0", "score 5", "load 5"]
-    assert not serving_state.reason
-
-
-@_ADAPTERS
-async def test_an_adapter_serves_once_its_canary_passed_and_decoding_never_pauses(watcher, engine, serving_state):
-    await watcher.load_version(0)
-    engine.may_load.clear()
-    asked = asyncio.create_task(watcher.load_version(1))
-    await reached(lambda: engine.told[-1] == "score 1")
-    assert not engine.paused and not serving_state.reason
-    engine.may_load.set()
-    await asked
-    await watcher.load_version(0)  # back to the base
-    assert engine.told == ["start 0", "score 1", "load 1", "score 0", "load 0"]
-    assert not engine.paused
-
-
-@_ADAPTERS
-async def test_an_adapter_that_fails_its_canary_never_serves_and_the_generator_leaves_the_rotation_until_one_passes(
-    watcher, engine, serving_state
-):
-    await watcher.load_version(1)
-    engine.score_error = EngineError("out of memory")
-    with pytest.raises(EngineError, match="out of memory"):
-        await watcher.load_version(2)
-    assert "load 2" not in engine.told and "out of memory" in serving_state.reason
-    engine.score_error = None
-    await watcher.load_version(3)
-    assert engine.told[-2:] == ["score 3", "load 3"] and not serving_state.reason
 
 
 @_ADAPTERS
