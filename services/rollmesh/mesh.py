@@ -123,7 +123,6 @@ class EngineLoad:
     """Calls that they decode at once."""
     waiting: int
     """Calls that wait for a slot."""
-    kv_tokens_used: int
     kv_token_capacity: int
     """Tokens that the key-value caches hold."""
     preemptions: int

@@ -175,7 +175,7 @@ def numbers(preset: Preset) -> list[str]:
         f"admission {preset.admission}",
         f"max_staleness {preset.max_staleness}",
         f"window_groups {window:g} B",
-        f"pool_size {pool:g} B * {members}",
+        f"pool_size {'auto, at most ' if preset.auto_pool else ''}{pool:g} B * {members}",
         f"on_stale {preset.on_stale}",
         *(text for text, shown in optional.items() if shown),
     ]

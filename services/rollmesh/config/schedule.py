@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field
 
-from rollmesh.config.section import Section
+from rollmesh.config.section import Section, one_error
 
-
-def _number_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return check(value)
-    except ValidationError:
-        raise ValueError("expected a whole number of trajectories from 1 on, auto or null") from None
-
-
-PoolSize = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"] | None, WrapValidator(_number_or_auto)]
+PoolSize = Annotated[
+    Annotated[int, Field(ge=1)] | Literal["auto"] | None,
+    one_error("a whole number of trajectories from 1 on, auto or null"),
+]
 
 
 class ScheduleConfig(Section):
@@ -64,10 +59,10 @@ class ScheduleConfig(Section):
     or roll it sets max_staleness, unless that is given: ceil(window_groups / groups_per_batch) - 1
     (PipelineRL, ROLL: a lag in samples)."""
     pool_size: PoolSize = None
-    """N': trajectories leased at once over the whole mesh; null uses the value of the preset. auto: the smaller of what
-    the caches of the generators hold and of what the trainer can consume in time, by Little's law on measured times; it
-    needs a preset without waves and without a barrier, and no segments. With a
-    window of at most two batches the trainer's bound is always one batch."""
+    """N': trajectories leased at once over the whole mesh; null uses the value of the preset. auto: the least of what
+    the caches of the generators hold, of what the trainer can consume in time, by Little's law on measured times, and
+    of the preset's number; it needs a preset without waves and without a barrier, and no segments. With a window of at
+    most two batches the trainer's bound is always one batch. Null is auto with copris, unless segment_tokens is set."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Largest staleness of a trained trajectory, in train steps; null uses the value of the preset."""
     on_stale: Literal["pace", "mask_old_segments", "evict", "restart", "set_aside"] | None = None

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 from rollmesh.types import LOWEST_TEMPERATURE
 
@@ -30,6 +40,18 @@ class Section(BaseModel):
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("expected a whole number of at most 64 bits")
         return value
+
+
+def one_error(expected: str) -> WrapValidator:
+    """Return a validator of a union with one error for all of its types, which says what was ``expected``."""
+
+    def checked(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise ValueError(f"expected {expected}") from None
+
+    return WrapValidator(checked)
 
 
 class EngineSection(Section):

@@ -52,7 +52,6 @@ def engine_load(records: Sequence[GeneratorRecord]) -> EngineLoad | None:
     return EngineLoad(
         slots=sum(record.slot_count for record in able),
         waiting=sum(record.waiting_count for record in able),
-        kv_tokens_used=sum(record.kv_tokens_used for record in able),
         kv_token_capacity=sum(record.kv_token_capacity for record in able),
         preemptions=sum(record.preemption_total for record in records),
     )

@@ -9,8 +9,9 @@ waits ready takes the place of what could start.
 
 What the caches hold: a running trajectory takes, on average over its life, its prompt and E[L^2] / (2 E[L]) tokens,
 the stationary form of the Past-Future scheduler's peak (arXiv 2507.10150). Below this ceiling the bound falls by a
-quarter when the generators preempt calls, fill their caches or let calls wait, and rises by an eighth of a batch when
-they do not. ``decide`` has no memory: the bound and its time are part of the desired state.
+quarter when the generators preempt many calls or let calls wait, and rises by an eighth of a batch when they do not.
+A few preemptions cost less than the calls that a smaller pool would not have run. ``decide`` has no memory: the bound
+and its time are part of the desired state. The pool is never larger than the fixed one of the preset.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from rollmesh.scheduling.resolved_schedule import Schedule
 
 _CACHE_SHARE = 0.9
 """Share of the caches that the pool may be expected to fill."""
-_FULL_SHARE = 0.95
 _MARGIN = 0.25
 """Share of E[R] / T that is margin. In simulations of batches of 16 groups with exponential, gamma and lognormal R of
 mean T / 10 to 2.5 T, the trainer then waits for at most 1% of the time."""
@@ -33,6 +33,8 @@ _MARGIN_FOR_CHANCE = 0.5
 _SETTLE_SECONDS = 10.0
 """Least time between two changes of the cache bound: two heartbeats of the generators, by default."""
 _LESS = 0.75
+_PREEMPTED_SHARE = 0.05
+"""Calls preempted between two changes of the cache bound, as a share of it, that cost less than a smaller pool does."""
 _WAITING_SHARE = 0.25
 """Waiting calls, as a share of the slots, that keep slots from falling idle between two calls."""
 _BYTES_PER_PROMPT_TOKEN = 4
@@ -94,7 +96,7 @@ def pool_groups(schedule: Schedule, view: MeshView) -> int:
 
 def _next_size(schedule: Schedule, engines: EngineLoad, before: CachePool) -> int:
     less = math.floor(_LESS * before.size)
-    if engines.preemptions > before.preemptions or engines.kv_tokens_used > _FULL_SHARE * engines.kv_token_capacity:
+    if engines.preemptions - before.preemptions > _PREEMPTED_SHARE * before.size:
         return max(schedule.launched_members, less)
     # Fewer calls than slots would leave slots idle.
     enough = math.ceil((1 + _WAITING_SHARE) * engines.slots)

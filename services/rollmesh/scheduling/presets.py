@@ -47,6 +47,8 @@ class Preset:
     """True if the source sets the lag in groups: then max_staleness is ceil(window_groups / B) - 1 by default."""
     pool_batches: float | None
     """Default pool_size in batches, rounded up to whole groups; None for the whole window."""
+    auto_pool: bool = False
+    """True if the pool is automatic by default, where trajectories do not rest."""
     barrier: bool = False
     on_stale: OnStale = OnStale.PACE
     segments: int = 0
@@ -79,14 +81,16 @@ PRESETS = {
     ),
     "copris": Preset(
         source="CoPRIS (arXiv 2511.05589)",
-        deviation="no stages: generation continues during the update; the paper bounds no staleness",
+        deviation="no stages: generation continues during the update; the pool follows the pace of the trainer and the "
+        "caches, in the paper its size is fixed; the paper bounds no staleness",
         use="The default: long and uneven answers, generators that come and go, and a correction by importance "
         "sampling.",
-        cost="Finished groups wait for a slow trainer, up to the window: staleness rises to the bound while generators "
-        "idle. Lower pool_size or max_staleness then.",
+        cost="Generators that are faster than the trainer idle. With a number as pool_size they fill the window "
+        "instead, and staleness rises to its bound.",
         admission=AdmissionRule.POOL,
         max_staleness=4,
         pool_batches=1.5,
+        auto_pool=True,
     ),
     "copris_paper": Preset(
         source="CoPRIS (arXiv 2511.05589): 1024 requests in flight for 64 * 8 samples a step; stages alternate",

@@ -50,15 +50,17 @@ class Schedule(Bounds):
         Raises ConfigError for values that contradict each other, the preset, or another section.
         """
         section, preset, bounds = config.schedule, PRESETS[config.schedule.preset], Bounds.resolve(config)
+        tokens = _segment_tokens(config, preset)
+        follows = section.pool_size is None and preset.auto_pool and not tokens
         if problems := list(contradictions(config, bounds)):
             raise ConfigError("\n".join(problems))
         return cls(
             **{field.name: getattr(bounds, field.name) for field in fields(bounds)},
             preset=section.preset,
             admission=preset.admission,
-            auto_pool=section.pool_size == "auto",
+            auto_pool=follows or section.pool_size == "auto",
             most_waiting=config.rollout.most_waiting,
-            segment_tokens=_segment_tokens(config, preset),
+            segment_tokens=tokens,
             start_order=preset.start_order if section.start_order is None else StartOrder(section.start_order),
             resume_order=ResumeOrder(section.resume_order),
             barrier=preset.barrier,
@@ -122,6 +124,7 @@ def _segment_tokens(config: RunConfig, preset: Preset) -> int:
 def resolved_section(config: RunConfig) -> dict[str, Any]:
     """Return the fields of the schedule section, those that are null with the values of the preset."""
     schedule, section = asdict(Schedule.from_config(config)), config.schedule.model_dump(mode="json")
+    schedule |= {"pool_size": "auto"} if schedule["auto_pool"] else {}
     return {name: schedule.get(name) if value is None else value for name, value in section.items()}
 
 

@@ -163,12 +163,10 @@ def _pool(section: ScheduleConfig, staleness: int, window: int, members: tuple[i
     # docs/architecture.md: The staleness bound
     (launched, most, spare), pool = members, section.pool_size
     limit = window * most
-    if pool is None:
+    if pool is None or pool == "auto":
         batches = PRESETS[section.preset].pool_batches
         groups = window if batches is None else min(window, math.ceil(batches * section.groups_per_batch))
         return groups * launched
-    if pool == "auto":
-        return limit
     if pool > limit:
         of_group = "group_size" if most - spare == section.group_size else "members of a group"
         raise ConfigError(

@@ -264,7 +264,6 @@ class Fleet:
         return EngineLoad(
             slots=self.settings.slots * len(engines),
             waiting=sum(engine.waiting for engine in engines),
-            kv_tokens_used=sum(engine.context_tokens for engine in engines),
             kv_token_capacity=self.settings.cache_tokens * len(engines),
             preemptions=sum(engine.preemption_total for engine in engines),
         )

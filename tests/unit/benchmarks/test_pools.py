@@ -22,9 +22,9 @@ COMMITTED = Path(__file__).parents[3] / "docs" / DOCUMENT
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.title)
 def test_every_switch_differs_from_the_plain_pool_in_the_schedule_or_the_generators_only(setup):
     plain = setup.pool_arm(0, PLAIN_RATIO).settings
-    assert setup.arm(0).settings == plain  # The preset's own pool.
+    assert setup.arm(0).settings == setup.arm(0, SWITCHES["automatic pool"]).settings  # The preset's own pool.
     for override in SWITCHES.values():
-        switched = setup.arm(0, override).settings
+        switched = setup.pool_arm(0, PLAIN_RATIO, override).settings
         assert switched != plain
         assert (switched.prompts, switched.trainer, switched.rewards) == (plain.prompts, plain.trainer, plain.rewards)
 

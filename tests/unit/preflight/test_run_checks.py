@@ -45,7 +45,7 @@ def test_a_run_that_can_start_is_described() -> None:
 
 def test_an_automatic_pool_is_described_by_its_most_and_by_its_staleness() -> None:
     text = described(schedule={"pool_size": "auto"})
-    assert "auto, at most 640" in text
+    assert "auto, at most 192" in text
     assert "more where groups take longer than an update to be ready" in text
 
 

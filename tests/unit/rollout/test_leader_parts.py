@@ -68,7 +68,7 @@ def test_generators_that_serve_or_load_hold_trajectories() -> None:
     idle = replace(RECORD, instance_id="b", waiting_count=0, kv_tokens_used=0, preemption_total=1)
     refuses = replace(RECORD, instance_id="c", serving=False, preemption_total=0)
     load = engine_load([RECORD, idle, refuses])
-    assert load == EngineLoad(slots=8, waiting=2, kv_tokens_used=600, kv_token_capacity=2000, preemptions=4)
+    assert load == EngineLoad(slots=8, waiting=2, kv_token_capacity=2000, preemptions=4)
     assert engine_load([refuses]) is None
 
 

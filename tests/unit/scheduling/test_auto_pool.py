@@ -15,7 +15,7 @@ from .views import group, schedule, view
 
 B, N = 16, 8
 AUTO = schedule(groups_per_batch=B, group_size=N, max_staleness=4, pool_size="auto")
-IDLE = EngineLoad(slots=256, waiting=0, kv_tokens_used=0, kv_token_capacity=100_000, preemptions=0)
+IDLE = EngineLoad(slots=256, waiting=0, kv_token_capacity=100_000, preemptions=0)
 SETTLED = 10.0
 STEP = 2 * N
 """An eighth of a batch of 16 groups, in trajectories."""
@@ -36,10 +36,24 @@ def after(pool, engines, now=1000.0 + SETTLED, **overrides):
 
 
 def test_littles_law_by_hand():
-    """16 in the trainer, 16 for its next batch, 16 * 0.5 one update late, a margin of 16 * 7.5 / (4 * 6) + 4 / 2."""
-    look = seen(7.5, 6.0, ready_updates=0.5)
-    assert trainer_groups(AUTO, look) == 16 + 16 + 8 + 5 + 2
-    assert pool_size(AUTO, look) == (47 - 16) * 8
+    """16 in the trainer, 16 for its next batch, 16 * 0.125 an update late, a margin of 16 * 4.5 / (4 * 6) + 4 / 2."""
+    look = seen(4.5, 6.0, ready_updates=0.125)
+    assert trainer_groups(AUTO, look) == 16 + 16 + 2 + 3 + 2
+    assert pool_size(AUTO, look) == (39 - 16) * 8
+
+
+def test_slow_generation_has_the_pool_of_the_preset_and_the_whole_window():
+    look = seen(60.0, 6.0)
+    assert trainer_groups(AUTO, look) == AUTO.window_groups == 5 * B
+    assert pool_size(AUTO, look) == AUTO.pool_size == 1.5 * B * N
+
+
+def test_the_pool_of_copris_is_automatic_unless_it_has_a_number_or_trajectories_rest():
+    assert schedule(groups_per_batch=B, group_size=N, pool_size=None).auto_pool
+    assert not schedule(groups_per_batch=B, group_size=N, pool_size=192).auto_pool
+    resting = schedule(groups_per_batch=B, group_size=N, pool_size=None, segment_tokens=128)
+    assert (resting.auto_pool, resting.pool_size) == (False, 192)
+    assert not schedule("dart", groups_per_batch=B, group_size=N, pool_size=None).auto_pool
 
 
 def test_groups_that_are_ready_within_an_update_get_a_margin_only():
@@ -68,7 +82,6 @@ ENGINES = st.builds(
     EngineLoad,
     slots=st.integers(1, 1000),
     waiting=st.integers(0, 1000),
-    kv_tokens_used=st.integers(0, 1 << 20),
     kv_token_capacity=st.integers(1, 1 << 20),
     preemptions=st.integers(0, 100),
 )
@@ -113,8 +126,8 @@ def test_long_answers_count_more_than_their_share_because_they_run_longer():
     ("engines", "expected"),
     [
         (IDLE, 400 + STEP),
-        (replace(IDLE, preemptions=1), 300),
-        (replace(IDLE, kv_tokens_used=96_000), 300),
+        (replace(IDLE, preemptions=20), 400 + STEP),  # a twentieth of 400
+        (replace(IDLE, preemptions=21), 300),
         (replace(IDLE, waiting=65), 320),  # 1.25 * 256 slots: fewer would leave slots idle
         (replace(IDLE, waiting=64), 400 + STEP),
         (replace(IDLE, waiting=65, slots=16), 300),
@@ -127,16 +140,16 @@ def test_a_settled_bound_falls_by_a_quarter_on_trouble_and_rises_by_an_eighth_of
 
 
 def test_nothing_changes_before_the_last_change_has_shown_and_a_clock_set_back_does_not_stop_it():
-    trouble = replace(IDLE, preemptions=1)
+    trouble = replace(IDLE, preemptions=21)
     assert after(400, trouble, now=1009.9, finished_lengths={28: 5}).size == 400
-    assert after(400, trouble, now=900.0, finished_lengths={28: 5}) == CachePool(size=300, since=900.0, preemptions=1)
+    assert after(400, trouble, now=900.0, finished_lengths={28: 5}) == CachePool(size=300, since=900.0, preemptions=21)
 
 
 def test_the_bound_recovers_from_its_floor_once_preemptions_end():
     look = seen(engines=IDLE, finished_lengths={28: 5}, pool=CachePool(size=2000, since=0.0, preemptions=0))
     preemptions = 0
     for at in range(100):
-        preemptions += 1
+        preemptions += 2000
         look = next_look(look, at, replace(IDLE, preemptions=preemptions))
     assert look.desired.cache_pool.size == N
     for at in range(100, 120):
@@ -153,7 +166,7 @@ def next_look(look, at, engines):
 
 def test_a_generator_that_restarts_with_fewer_preemptions_does_not_hide_new_ones():
     look = seen(engines=IDLE, finished_lengths={28: 5}, pool=CachePool(size=400, since=0.0, preemptions=50))
-    look = next_look(look, 0, replace(IDLE, preemptions=2))
+    look = next_look(look, 0, replace(IDLE, preemptions=22))
     assert look.desired.cache_pool == CachePool(size=400 + STEP, since=1000.0, preemptions=0)
     assert cache_pool(AUTO, look).size == 312
 

@@ -74,7 +74,8 @@ def test_a_preset_that_is_its_staleness_refuses_another(preset, fixed):
 
 
 @pytest.mark.parametrize(
-    ("preset", "pool", "expected"), [("sync", None, 0.0), ("copris", None, 1.5), ("areal", 640, 4.0)]
+    ("preset", "pool", "expected"),
+    [("sync", None, 0.0), ("copris", None, 1.0), ("copris", 192, 1.5), ("areal", 640, 4.0)],
 )
 def test_expected_staleness_is_littles_law_within_the_bound(preset, pool, expected):
     assert schedule(preset, groups_per_batch=16, group_size=8, pool_size=pool).expected_staleness == expected

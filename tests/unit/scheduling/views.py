@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rollmesh.config import RunConfig
@@ -16,12 +17,14 @@ RUN = RunConfig.model_validate({"name": "views", "folder": "runs/views", "model"
 
 
 def schedule(preset: str = "copris", train_steps: int = 100, **overrides: object) -> Schedule:
+    """Resolve a preset; without ``pool_size`` its pool has the fixed size, also where it is automatic by default."""
     section = ScheduleConfig.model_validate({"preset": preset, "groups_per_batch": 2, "group_size": 2, **overrides})
     # Only this advantage accepts groups of one, and only the others accept parts.
     is_grouped = section.part_groups or (section.harvest or PRESETS[preset].harvest) is Harvest.GROUP
     advantage = "grpo" if is_grouped and section.group_size > 1 else "reinforce_pp"
     trainer = TrainerConfig.model_validate({"train_steps": train_steps, "algorithm": {"advantage": advantage}})
-    return Schedule.from_config(RUN.model_copy(update={"schedule": section, "trainer": trainer}))
+    resolved = Schedule.from_config(RUN.model_copy(update={"schedule": section, "trainer": trainer}))
+    return resolved if "pool_size" in overrides else replace(resolved, auto_pool=False)
 
 
 def group(index: int, min_train_step: int | None = 0, tokens: int = 0) -> GroupView:

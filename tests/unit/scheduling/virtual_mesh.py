@@ -205,7 +205,6 @@ class VirtualMesh:
         load = EngineLoad(
             slots=1 + self.cache_tokens // 16,
             waiting=0,
-            kv_tokens_used=min(self.cache_tokens, self.tokens_in_flight),
             kv_token_capacity=self.cache_tokens,
             preemptions=self.preemptions,
         )

@@ -212,7 +212,7 @@ def test_a_publication_in_the_background_saves_the_trainer_its_time_unless_gener
 
 
 def test_a_step_is_not_reported_before_the_policy_of_the_step_before_is_announced():
-    _, result = published_in("copris", 8.0, 7.9)
+    _, result = published_in("copris", 8.0, 7.9, pool_size=24)
     gaps = [later.trained_at - earlier.trained_at for earlier, later in pairwise(result.updates)]
     assert gaps == pytest.approx([8.0] * 11)
 
