@@ -123,6 +123,11 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
             "probabilities of the gradient pass have the noise of the dropout, which would lower the learning rate; "
             "set update_scale=none or model.adapter.dropout=0"
         )
+    if config.trainer.share_prefixes is True and adapter.dropout:
+        yield (
+            f"trainer.share_prefixes=true with model.adapter.dropout={adapter.dropout:g}: trajectories would share the "
+            "noise of the dropout with the tokens that they begin with; set share_prefixes=auto or dropout=0"
+        )
     size = config.generator.sglang.data_parallel_size
     if config.generator.engine == "sglang" and size != "1":
         yield (

@@ -33,7 +33,7 @@ MAY_CHANGE: dict[str, str] = {
         "sglang.update_timeout_seconds sglang.admin_key"
     ),
     "trainer": (
-        "train_steps learning_rate tokens_per_microbatch device gradient_checkpointing "
+        "train_steps learning_rate tokens_per_microbatch device share_prefixes gradient_checkpointing "
         "sample_completions algorithm.kl_reference_version nonfinite_updates_limit"
     ),
     "checkpoints": (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,11 +15,17 @@ from rollmesh.algorithms.aggregation import Aggregation, aggregate
 from rollmesh.algorithms.losses import LossInput, LossOptions, PolicyLoss, TokenLoss
 from rollmesh.algorithms.ratios import UpdateScale, k3
 from rollmesh.config.trainer import TrainerConfig
+from rollmesh.errors import ConfigError
+from rollmesh.trainer.learner.bins import prefix_bins
 from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ranks
-from rollmesh.trainer.learner.packing import MicroBatch, balanced_bins, pack, pack_sequences
+from rollmesh.trainer.learner.packing import MicroBatch, pack, pack_sequences
+from rollmesh.trainer.learner.packing_check import shares_prefixes
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
 from rollmesh.types import Float32Array, FloatArray, Int32Array, KeptSets
+
+_LEAST_SAVED: Mapping[bool | str, int | None] = {"auto": 96, True: 1, False: None}
+"""Tokens that a fork saves at least, by ``trainer.share_prefixes``. A fork costs as much as 50 to 90 of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +39,40 @@ class Compute:
     """bfloat16 autocast, for one process on CUDA. FSDP2 has its own mixed precision."""
     mixed_shards: bool = False
     """Sharded models gather bfloat16 parameters for every dtype of their shards: several processes on CUDA."""
+    least_saved: int | None = None
+    """Tokens that a shared beginning must save to be computed once (``prefix_tree``); None shares nothing."""
 
     def precision(self) -> torch.autocast | nullcontext[None]:
         """Return the context manager for a forward pass."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
+    def whole_precision(self) -> torch.autocast | nullcontext[None]:
+        """Return the context manager for a forward pass of a model that is not sharded yet."""
+        return replace(self, autocast=self.autocast or self.mixed_shards).precision()
+
+    def sharing(self, model: PolicyModel, choice: Literal["auto"] | bool, longest: int) -> Compute:
+        """Return these settings with what ``trainer.share_prefixes`` chooses for a model that is not sharded yet.
+
+        auto shares nothing where a shared token differs from one of its own sequence; true raises ConfigError there.
+        """
+        least = _LEAST_SAVED[choice]
+        if least is None or model.has_dropout:
+            return self
+        if not shares_prefixes(model.causal_lm, longest=longest, precision=self.whole_precision):
+            if choice == "auto":
+                return self
+            raise ConfigError(
+                f"trainer.share_prefixes=true: {type(model.causal_lm).__name__} ignores the positions of its input, "
+                "so that a token after a shared beginning is at another position; set it to auto or false"
+            )
+        return replace(self, least_saved=least)
+
     def share(self, batch: TrainBatch, sequences: Int64Array) -> list[MicroBatch]:
         """Return this rank's micro-batches of these trajectories. Every rank has the same number of them."""
-        bins = balanced_bins(batch.lengths[sequences].tolist(), self.token_budget, self.world.size)
+        ids = [batch.token_ids[batch.starts[s] : batch.starts[s + 1]] for s in sequences]
+        bins = prefix_bins(ids, self.token_budget, self.world.size, self.least_saved)
         bins_of_rank = bins[self.world.rank :: self.world.size]
-        return [pack(batch, sequences[indices].tolist(), self.device) for indices in bins_of_rank]
+        return [pack(batch, sequences[indices].tolist(), self.device, self.least_saved) for indices in bins_of_rank]
 
 
 def compute_of(
@@ -221,9 +252,9 @@ def score_in_model_dtype(
 ) -> list[FloatArray]:
     """Score sequences like ``score_sequences``, without rounding the scores of a float64 model."""
     results: list[FloatArray] = [np.empty(0, np.float32)] * len(sequences)
-    for indices in balanced_bins([len(s) for s in sequences], compute.token_budget):
-        sets = kept_sets and [kept_sets[i] for i in indices]
-        micro = pack_sequences([sequences[i] for i in indices], temperature, compute.device, sets)
+    for indices in prefix_bins(sequences, compute.token_budget, least_saved=compute.least_saved):
+        chosen, sets = [sequences[i] for i in indices], kept_sets and [kept_sets[i] for i in indices]
+        micro = pack_sequences(chosen, temperature, compute.device, sets, compute.least_saved)
         with compute.precision():
             values = model.score(micro, entropy=False)[0].cpu().numpy()
         edges = np.cumsum([len(sequences[i]) - 1 for i in indices])[:-1]

@@ -6,18 +6,20 @@ logits of the current weights therefore cannot prove a property that depends on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rollmesh.errors import ConfigError
-from rollmesh.trainer.learner.packing import PACKED_ATTENTION, PackedLayout
+from rollmesh.trainer.learner.packed_attention import PACKED_ATTENTION
+from rollmesh.trainer.learner.packing import pack_sequences
 
 Precision = Callable[[], AbstractContextManager[Any]]
 """Factory of the context manager of a forward pass."""
@@ -26,6 +28,8 @@ _SHORT = 7
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 3e-2
 _ROUNDING = 1e-5
 """Tolerated relative change in float32 when only a neighbouring sequence or a later token changes."""
+_SAME, _FORK = 1e-4, 40
+"""Tolerated relative change in float32 when a beginning is shared, and the tokens of the shorter fork after it."""
 _EAGER_TOKENS = 8192
 """Longest probe for eager attention; above it the attention scores need too much memory, and sdpa is the reference."""
 _LARGE_HIDDEN = 1e5
@@ -76,11 +80,7 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
     if output_head(causal_lm) is None or base_model(causal_lm) is None:
         raise ConfigError(f"model.path: {name} cannot be trained: it has no base model with a head above it")
     vocab = int(causal_lm.config.vocab_size)
-    # Just above the largest window or chunk that the run exceeds.
-    sizes = causal_lm.config.get_text_config().to_dict().items()
-    windows = [v for k, v in sizes if type(v) is int and ("window" in k or "chunk" in k) and 0 < v < longest]
-    probe = max([_SHORT, *(window + 3 for window in windows)])
-    ids = [torch.arange(3, 3 + n, device=device) * 7 % vocab for n in (probe, 5)]
+    ids = [torch.arange(3, 3 + n, device=device) * 7 % vocab for n in (_probe_length(causal_lm.config, longest), 5)]
     with precision():
         nn.Module.eval(causal_lm)
         own = "eager" if len(ids[0]) <= _EAGER_TOKENS else "sdpa"
@@ -88,8 +88,8 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
             alone = torch.cat([_hidden(causal_lm, {"input_ids": x[None]}) for x in ids])
         causal_lm.train()
         try:
-            packed = _hidden(causal_lm, _packed(ids))
-            changed = _hidden(causal_lm, _packed([torch.cat([ids[0][:-1], (ids[0][-1:] + 1) % vocab]), ids[1]]))
+            packed = _hidden(causal_lm, _packed(ids)[0])
+            changed = _hidden(causal_lm, _packed([torch.cat([ids[0][:-1], (ids[0][-1:] + 1) % vocab]), ids[1]])[0])
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"model.path: {name} cannot be packed: {error}") from error
         scale = alone.abs().max()
@@ -107,7 +107,28 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
                 "from the model's own attention (the model does not use transformers' attention interface, carries "
                 "state across positions, has a dropout, or builds a mask that it does not pass on)"
             )
-        return _head_is_linear(causal_lm, _packed(ids), packed)
+        return _head_is_linear(causal_lm, _packed(ids)[0], packed)
+
+
+@torch.no_grad()
+def shares_prefixes(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Precision = nullcontext) -> bool:
+    """Tell whether sequences have the results of their own when the tokens that they begin with are computed once.
+
+    They have not in a model that takes the place of a token in the row for its position. ``longest`` and ``precision``
+    are those of ``check_packing``; float32 shows what half precision hides.
+    """
+    device, vocab = next(causal_lm.parameters()).device, int(causal_lm.config.vocab_size)
+    ids = torch.arange(3, 3 + _probe_length(causal_lm.config, longest), device=device) * 7 % vocab
+    forks = [torch.cat([ids, (ids.new_tensor(range(n)) * 5 + n) % vocab]) for n in (_FORK, _FORK + 1)]
+    for context in (nullcontext, precision):
+        with context():
+            alone = _hidden(causal_lm, _packed(forks)[0])
+            inputs, rows = _packed(forks, 1)
+            shared = _hidden(causal_lm, inputs)[rows]
+            tolerance = _HALF_TOLERANCE if _is_half(alone) else _SAME
+            if (shared - alone).abs().max() > tolerance * alone.abs().max():
+                return False
+    return True
 
 
 def output_head(causal_lm: Any) -> nn.Module | None:
@@ -122,11 +143,18 @@ def base_model(causal_lm: Any) -> Any:
     return getattr(causal_lm, "model", None) if base is causal_lm else base
 
 
-def _packed(ids: list[Tensor]) -> dict[str, Any]:
-    lengths = [len(x) for x in ids]
-    positions = torch.cat([torch.arange(n, device=ids[0].device) for n in lengths])[None]
-    layout = PackedLayout.of(lengths, ids[0].device)
-    return {"input_ids": torch.cat(ids)[None], "position_ids": positions, "layout": layout}
+def _packed(ids: Sequence[Tensor], least_saved: int | None = None) -> tuple[dict[str, Any], Tensor]:
+    """Return the input of the model, and the rows of all tokens in order."""
+    scored = [np.append(x.cpu().numpy(), 0).astype(np.int32) for x in ids]  # the last token is no input
+    micro = pack_sequences(scored, 1.0, ids[0].device, least_saved=least_saved)
+    return {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "layout": micro.layout}, micro.rows
+
+
+def _probe_length(config: PretrainedConfig, longest: int) -> int:
+    """Return a length just above the largest window or chunk that a run with sequences up to ``longest`` exceeds."""
+    sizes = config.get_text_config().to_dict().items()
+    windows = [v for k, v in sizes if type(v) is int and ("window" in k or "chunk" in k) and 0 < v < longest]
+    return max([_SHORT, *(window + 3 for window in windows)])
 
 
 def _hidden(causal_lm: Any, inputs: dict[str, Any]) -> Tensor:
@@ -146,9 +174,12 @@ def _attention(causal_lm: Any, name: str) -> Iterator[None]:
 
 def _tolerances(values: Tensor) -> tuple[float, float]:
     """Return the relative change that other kernels may make, and the one that other neighbours may make."""
-    if values.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(values.device.type):
-        return _HALF_TOLERANCE, _HALF_TOLERANCE
-    return _TOLERANCE, _ROUNDING
+    return (_HALF_TOLERANCE, _HALF_TOLERANCE) if _is_half(values) else (_TOLERANCE, _ROUNDING)
+
+
+def _is_half(values: Tensor) -> bool:
+    """Tell whether values are computed in half precision."""
+    return values.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(values.device.type)
 
 
 class _Hidden(BaseModelOutputWithPast):

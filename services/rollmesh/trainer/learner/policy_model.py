@@ -26,7 +26,8 @@ from rollmesh.trainer.learner.adapter_layers import (
     base_parameters,
     halve_base,
 )
-from rollmesh.trainer.learner.packing import PACKED_ATTENTION, MicroBatch, PackedLayout
+from rollmesh.trainer.learner.packed_attention import PACKED_ATTENTION, PackedLayout
+from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.packing_check import (
     Precision,
     base_model,
@@ -89,7 +90,7 @@ class PolicyModel(nn.Module):
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probability and entropy of ``targets``, predicted at ``rows``; see ``MicroBatch``."""
-        if self.limit is not None and (tokens := max(layout.lengths)) > self.limit.tokens:
+        if self.limit is not None and (tokens := layout.longest) > self.limit.tokens:
             raise self.limit.error("sequence tokens", tokens)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "layout": layout}
         hidden = base_model(self.causal_lm)(**inputs).last_hidden_state[0][rows]

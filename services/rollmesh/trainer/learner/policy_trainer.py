@@ -77,7 +77,7 @@ class PolicyTrainer:
         self.train_step = 0
         """Number of batches that the policy was trained on."""
         self._config = config
-        self._compute = compute = compute_of(config, world or World(), device, mixed_precision)
+        compute = compute_of(config, world or World(), device, mixed_precision)
         publish_dtype: torch.dtype = getattr(torch, dtype)
         source = ModelSource(
             folder=Path(folder),
@@ -90,13 +90,15 @@ class PolicyTrainer:
             device=compute.device,
             gradient_checkpointing=config.gradient_checkpointing,
             longest=longest,
-            precision=replace(compute, autocast=compute.autocast or compute.mixed_shards).precision,
+            precision=compute.whole_precision,
         )
+        plain = replace(compute, autocast=False, mixed_shards=False)
+        self._compute = compute = compute.sharing(model, config.share_prefixes, longest)
         shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
         self._optimizer = build_optimizer(model, config, compute.world.size)
         self._recipe = step_recipe(config, max_token_staleness)
         self._stage = StageRecord()
-        self._fp32_copy = Fp32Copy(model, source, replace(compute, autocast=False, mixed_shards=False))
+        self._fp32_copy = Fp32Copy(model, source, plain)
         self._average = WeightAverage(model, source, compute)
         self._state = PolicyState(model, self._optimizer, self._stage, self._average)
         self._output = PolicyOutput(model, source.folder, publish_dtype, self._fp32_copy.compute)

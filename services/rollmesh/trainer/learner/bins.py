@@ -1,0 +1,105 @@
+"""Sequences distributed over the micro-batches of all ranks, balanced by the tokens that each computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmesh.trainer.learner.prefix_tree import PrefixTree, prefix_tree
+from rollmesh.types import Int32Array
+
+_ROOM = 1.25
+"""Size of a bin whose sequences are longer than the budget, against the longest of them."""
+
+
+def prefix_bins(
+    sequences: Sequence[Int32Array], budget: int, multiple: int = 1, least_saved: int | None = None
+) -> list[list[int]]:
+    """Distribute the indices of ``sequences`` over balanced bins of at most ``budget`` computed tokens.
+
+    ``multiple`` is that of ``balanced_bins``, ``least_saved`` that of ``prefix_tree``. What begins alike stays in one
+    bin where it fits and is no more than the share of one rank; else its continuations are distributed. Where a
+    sequence is longer than the budget, a bin has up to 1.25 times the tokens of the longest one.
+    """
+    inputs = [ids[:-1] for ids in sequences]
+    longest = max(map(len, inputs), default=0)
+    most = budget if longest <= budget else int(longest * _ROOM)
+    units = _units(prefix_tree(inputs, least_saved), most, multiple)
+    bins = balanced_bins([size for _, size in units], budget, multiple)
+    return [[sequence for index in chosen for sequence in units[index][0]] for chosen in bins]
+
+
+def _units(tree: PrefixTree, most: int, multiple: int) -> list[tuple[list[int], int]]:
+    """Return what is not divided between bins: sequences, and the tokens that they compute, at most ``most``."""
+    count = len(tree.branches)
+    children: list[list[int]] = [[] for _ in range(count + 1)]  # the last one is the root, index -1
+    members: list[list[int]] = [[] for _ in range(count + 1)]  # sequences that end with the branch, then all below it
+    for sequence, last in enumerate(tree.last):
+        members[last].append(sequence)
+    ending = [list(sequences) for sequences in members]
+    for index in range(count - 1, -1, -1):
+        parent = tree.branches[index].parent
+        children[parent].append(index)
+        if parent >= 0:
+            members[parent] += members[index]
+    total = sum(branch.end - branch.start for branch in tree.branches)
+
+    units: list[tuple[list[int], int]] = []
+    pending = [-1]
+    while pending:
+        index = pending.pop()
+        before = size = 0  # tokens up to the fork; tokens from the parent on
+        if index >= 0:
+            branch = tree.branches[index]
+            before, size = branch.depth + branch.end - branch.start, branch.stop - branch.start
+        parts = [([sequence], 0) for sequence in ending[index]]
+        for child in children[index]:
+            branch = tree.branches[child]
+            own = branch.stop - branch.start
+            if children[child] and (before + own > most or own * multiple > total):
+                pending.append(child)
+            else:
+                parts.append((members[child], own))
+        if index < 0:
+            units = parts
+            continue
+        shares = multiple if size * multiple > total else 1
+        for chosen in balanced_bins([own for _, own in parts], most - before, shares):
+            if chosen:
+                units.append(([s for i in chosen for s in parts[i][0]], before + sum(parts[i][1] for i in chosen)))
+    return units
+
+
+def balanced_bins(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
+    """Distribute the indices of ``lengths`` over balanced bins of at most ``budget`` tokens.
+
+    The number of bins is a multiple of ``multiple``. Each sequence, longest first, goes into the emptiest bin with
+    enough room, or into a new bin. A sequence longer than the budget has a bin to itself. At most ``multiple - 1`` bins
+    are empty; none with ``multiple`` 1. After AReaL's Algorithm 1 (arXiv 2505.24298), with tokens instead of sequences
+    as the load.
+    """
+    if not lengths:
+        return []
+    # A sequence longer than the budget counts as one full bin, so there are at least as many sequences as bins.
+    fewest = -(-sum(min(length, budget) for length in lengths) // budget)
+    count = -(-fewest // multiple) * multiple
+    while True:
+        bins = _fill(lengths, budget, count)
+        if len(bins) % multiple == 0:
+            return bins
+        count = -(-len(bins) // multiple) * multiple
+
+
+def _fill(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = [b for b in range(len(bins)) if load[b] + lengths[index] <= budget or not bins[b]]
+        if fits:
+            target = min(fits, key=lambda b: (load[b], b))
+        else:
+            target = len(bins)
+            bins.append([])
+            load.append(0)
+        bins[target].append(index)
+        load[target] += lengths[index]
+    return bins

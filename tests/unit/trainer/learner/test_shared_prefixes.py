@@ -1,0 +1,180 @@
+"""Sharing prefixes changes what is computed, and nothing of what comes out: scores, loss and gradient."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollmesh.config.loss_methods import LOSSES
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.errors import ConfigError
+from rollmesh.trainer.learner.distributed import World
+from rollmesh.trainer.learner.forward_backward import (
+    Compute,
+    GradientPass,
+    TokenColumns,
+    accumulate_gradient,
+    score_sequences,
+    score_with_entropy,
+)
+from rollmesh.trainer.learner.method_binding import loss_recipe
+from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
+from rollmesh.trainer.learner.policy_scorer import _Float64
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
+from rollmesh.types import Batch, Int32Array, Segment
+
+from ....kit.made_batches import VOCAB, batch_of, environment_segment, policy_segment, trajectory
+from ....kit.trainer_reference import largest_difference
+from .conftest import VERSIONS, ModelMaker
+from .test_packing import OTHERS, alone
+
+CPU = torch.device("cpu")
+PLAIN = Compute(device=CPU, world=World(), token_budget=48, autocast=False)
+SHARED = replace(PLAIN, least_saved=1)
+
+
+def forked_batch(seed: int, step: int = 1) -> Batch:
+    """Groups of one prompt, forks that share turns of the policy, and single trajectories.
+
+    A member may be the whole beginning of another one, or equal to it. Some turns have a temperature of their own.
+    """
+    rng, groups = np.random.default_rng(seed), []
+    for group in range(int(rng.integers(1, 4))):
+        grown: list[list[Segment]] = []
+        for _ in range(int(rng.integers(1, 6))):
+            other = grown[int(rng.integers(len(grown)))] if grown else []
+            segments = other[: int(rng.integers(len(other) + 1))]
+            if segments and rng.random() < 0.5:
+                segments = [*segments, environment_segment(rng, int(rng.integers(1, 4)))]
+            if not segments or rng.random() < 0.8:
+                cool = 0.7 if rng.random() < 0.3 else 1.0
+                segments = [*segments, policy_segment(rng, int(rng.integers(1, 9)), temperature=cool)]
+            grown.append(segments)
+        prompt = int(rng.integers(1, 9))
+        groups.append([trajectory(f"g{group}.{m}", s, float(m % 2), prompt=prompt) for m, s in enumerate(grown)])
+    return batch_of(*groups, train_step=step)
+
+
+def flat_batch(seed: int) -> TrainBatch:
+    """The same, flat, with random advantages."""
+    flat, rng = build_train_batch(forked_batch(seed), VERSIONS, None), np.random.default_rng(seed)
+    return replace(flat, advantages=rng.normal(size=flat.trajectory_count))
+
+
+def columns_of(flat: TrainBatch, logprobs: np.ndarray) -> TokenColumns:
+    """Old log-probabilities around those of the policy, different for the members that share a token."""
+    rng = np.random.default_rng(1)
+    near = [torch.from_numpy(logprobs + rng.normal(0, 0.4, len(logprobs))) for _ in range(3)]
+    return TokenColumns(
+        old_logprobs=near[0],
+        policy_share=torch.zeros(len(logprobs), dtype=torch.float64),
+        behavior_logprobs=near[1],
+        advantages=torch.from_numpy(flat.advantages[flat.unit_index]),
+        mask=torch.from_numpy(flat.policy_mask & (rng.random(len(logprobs)) < 0.9)),
+        sequence_index=torch.from_numpy(flat.sequence_index),
+        reference_logprobs=near[2],
+    )
+
+
+def gradient_of(
+    model: PolicyModel, compute: Compute, loss: str, flat: TrainBatch, columns: TokenColumns
+) -> tuple[GradientPass, torch.Tensor]:
+    model.zero_grad()
+    recipe = loss_recipe(AlgorithmConfig(loss=loss, kl_coefficient=0.1, old_logprobs="recompute"))
+    done = accumulate_gradient(model, compute, recipe, flat, columns, np.arange(flat.trajectory_count))
+    return done, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def relative(found: torch.Tensor | np.ndarray, expected: torch.Tensor | np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(found) - np.asarray(expected)) / np.linalg.norm(np.asarray(expected)))
+
+
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def model(request: pytest.FixtureRequest, make_model: ModelMaker) -> PolicyModel:
+    return load_policy_model(make_model("qwen3"), dtype=request.param, device=CPU)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(seed=st.integers(0, 10_000), loss=st.sampled_from(sorted(LOSSES.methods)), budget=st.sampled_from([16, 4096]))
+def test_scores_loss_and_gradient_of_random_trees_are_those_of_plain_passes(
+    model: PolicyModel, seed: int, loss: str, budget: int
+) -> None:
+    exact = next(model.parameters()).dtype == torch.float64
+    bound = 1e-12 if exact else 1e-5
+    flat = flat_batch(seed)
+    every = np.arange(flat.trajectory_count)
+    plain, shared = (replace(compute, token_budget=budget) for compute in (PLAIN, SHARED))
+    with _Float64(model) if exact else nullcontext():  # norms compute in float32 otherwise
+        scores = score_with_entropy(model, plain, flat, every)
+        assert relative(score_with_entropy(model, shared, flat, every), scores) < bound
+        columns = columns_of(flat, scores[0])
+        expected, gradient = gradient_of(model, plain, loss, flat, columns)
+        found, got = gradient_of(model, shared, loss, flat, columns)
+    assert relative(got, gradient) < bound
+    assert found.loss == pytest.approx(expected.loss, rel=bound, abs=bound)
+    assert relative(found.logprobs, expected.logprobs) < bound
+    assert relative(found.entropy, expected.entropy) < bound
+    assert found.forward_tokens <= expected.forward_tokens
+
+
+def test_a_shared_token_is_computed_once(make_model: ModelMaker) -> None:
+    model = load_policy_model(make_model(), dtype=torch.float32, device=CPU)
+    rng = np.random.default_rng(0)
+    members = [trajectory(f"g.{m}", [policy_segment(rng, 5)], float(m), prompt=20) for m in range(4)]
+    flat = replace(build_train_batch(batch_of(members), VERSIONS, None), advantages=np.ones(4))
+    columns = columns_of(flat, np.zeros(len(flat.token_ids)))
+    plain, shared = (gradient_of(model, c, "ppo_clip", flat, columns)[0] for c in (PLAIN, SHARED))
+    # The last token of a trajectory predicts no token.
+    assert (plain.forward_tokens, shared.forward_tokens) == (4 * 24, 20 + 4 * 4)
+    assert (plain.microbatches, shared.microbatches) == (2, 1)
+
+
+def forks() -> list[Int32Array]:
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, VOCAB, 30)
+    cut = [np.concatenate([base[:n], rng.integers(0, VOCAB, more)]) for n, more in ((9, 5), (9, 12), (20, 3), (30, 0))]
+    return [ids.astype(np.int32) for ids in (*cut, base[:15], base)]
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_other_architectures_share_exactly_too(make_model: ModelMaker, name: str) -> None:
+    folder = make_model(config=OTHERS[name])
+    model = load_policy_model(folder, dtype=torch.float64, device=CPU, longest=30)
+    for got, expected in zip(score_sequences(model, SHARED, forks(), 1.0), alone(folder, forks()), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_a_model_that_ignores_positions_shares_nothing_and_is_refused_by_name_when_it_must(
+    make_model: ModelMaker,
+) -> None:
+    model = load_policy_model(make_model("llama"), dtype=torch.float32, device=CPU)
+    assert PLAIN.sharing(model, "auto", 64).least_saved == 96 and PLAIN.sharing(model, False, 64).least_saved is None
+    model.causal_lm.base_model.register_forward_pre_hook(
+        lambda _, args, given: (args, {**given, "position_ids": None}), with_kwargs=True
+    )  # positions are then the places in the row; packed sequences do not notice, because RoPE is relative
+    assert PLAIN.sharing(model, "auto", 64).least_saved is None
+    with pytest.raises(ConfigError, match=r"trainer\.share_prefixes=true: LlamaForCausalLM ignores the positions"):
+        PLAIN.sharing(model, True, 64)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"minibatches": 2}])
+def test_train_steps_end_with_the_weights_of_plain_ones(
+    make_model: ModelMaker, settings: dict[str, bool | int]
+) -> None:
+    weights, tokens = [], {}
+    folder = make_model(config=OTHERS["learned positions and dropout"])  # its norms compute in float64
+    for share in (False, True):
+        config = TrainerConfig.model_validate({"learning_rate": 1e-2, "share_prefixes": share, **settings})
+        trainer = PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64)
+        for step in (1, 2):
+            tokens[share, step] = trainer.train(forked_batch(step, step), VERSIONS).forward_tokens
+        weights.append({k: v for k, v in trainer.state_tensors().items() if k.startswith("model.")})
+    assert tokens[True, 2] < 0.8 * tokens[False, 2]
+    assert largest_difference(*weights) < 1e-10
