@@ -194,8 +194,9 @@ class TrainerConfig(Section):
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Length of the linear warm-up, in train steps."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW with moments in float32, or in 8 bits (2 bytes a parameter instead of 8; one trainer process only)."""
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"
+    """AdamW with moments in float32, in 8 bits (2 bytes a parameter instead of 8; one trainer process only), or in
+    float32 in host memory (none on the GPU; 16 bytes a parameter cross the bus in an update, which is the same)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)

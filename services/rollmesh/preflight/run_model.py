@@ -17,7 +17,7 @@ from rollmesh.generator.engines.policy_folders import adapted_layers, read_shape
 from rollmesh.text import Tokenizer
 
 _WEIGHT_AND_GRADIENT = 4 + 4
-_MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
+_MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2, "adamw_offload": 8}
 _AVERAGE_BYTES = 4
 _FROZEN_BYTES, _HALF_BYTES = 4, 2
 _GPU_GIGABYTES = (24, 80, 141)
@@ -87,9 +87,13 @@ class RunModel:
                 # A trainer on one GPU keeps the frozen linear layers in bfloat16.
                 layers = adapted_layers(tensors, AdapterConfig()).layers.values()
                 frozen -= (_FROZEN_BYTES - _HALF_BYTES) * sum(map(math.prod, layers))
+        moments, on_host = _MOMENT_BYTES[config.trainer.optimizer], 0
+        if config.trainer.optimizer == "adamw_offload" and config.trainer.device != "cpu":
+            moments, on_host = 0, moments
         return ModelMemory(
             parameter_count=count,
-            parameter_bytes=_WEIGHT_AND_GRADIENT + _MOMENT_BYTES[config.trainer.optimizer] + average,
+            parameter_bytes=_WEIGHT_AND_GRADIENT + moments + average,
+            host_bytes=on_host * trained,
             trainer_processes=config.launcher.trainer_processes,
             weight_bytes=element * count,
             cache_bytes=per_token * config.generator.kv_tokens,
@@ -106,6 +110,8 @@ class ModelMemory:
     parameter_count: int
     parameter_bytes: int
     """Of the trainer per parameter, shared by the ranks: weight, gradient, moments and the average of ``ewma``."""
+    host_bytes: int
+    """Moments of the trainer in host memory beside a GPU, shared by the ranks."""
     trainer_processes: int
     weight_bytes: int
     """Of each generator."""
@@ -136,10 +142,12 @@ class ModelMemory:
 
     def sentence(self) -> str:
         """Describe the memory in one line."""
+        host = f" and {_size(self.host_bytes / self.trainer_processes)} in host memory" if self.host_bytes else ""
+        shared = f"({self.parameter_bytes} bytes a trained parameter, shared by the ranks){host}"
         return (
             f"model: {parameters_text(self.parameter_count)}; memory without activations: each trainer rank "
-            f"{_size(self.trainer_bytes)} ({self.parameter_bytes} bytes a trained parameter, shared by the ranks), "
-            f"each generator {_size(self.weight_bytes)} of weights and up to {_size(self.cache_bytes)} of cache"
+            f"{_size(self.trainer_bytes)} {shared}, each generator {_size(self.weight_bytes)} of weights "
+            f"and up to {_size(self.cache_bytes)} of cache"
         )
 
     def largest_models(self) -> str:
@@ -153,7 +161,7 @@ class ModelMemory:
             for size in _GPU_GIGABYTES
         ]
         ranks = f"{self.trainer_processes} trainer ranks" if self.trainer_processes > 1 else "the trainer"
-        return f"without activations {ranks} could train {', '.join(fits)} of GPU memory each (docs/performance.md)"
+        return f"without activations {ranks} could train {', '.join(fits)} of GPU memory each (docs/own-model.md)"
 
 
 def parameters_text(count: int) -> str:

@@ -57,6 +57,12 @@ def test_the_largest_models_follow_from_the_bytes_of_the_optimizer() -> None:
     assert "1.5 billion parameters in 24 GB, 5 billion parameters in 80 GB, 8.81 billion parameters in 141 GB" in whole
     small = model_memory(run(trainer={"optimizer": "adamw_8bit"}))
     assert small.parameter_bytes == 10 and "2.4 billion parameters in 24 GB" in small.largest_models()
+    host = model_memory(
+        run(trainer={"optimizer": "adamw_offload", "device": "cuda"}, launcher={"trainer_processes": 2})
+    )
+    assert (host.parameter_bytes, host.host_bytes) == (8, 8 * 249_984)
+    assert "8 bytes a trained parameter, shared by the ranks) and 1.0 MB in host memory, each" in host.sentence()
+    assert model_memory(run(trainer={"optimizer": "adamw_offload", "device": "cpu"})).parameter_bytes == 16
     average = {"algorithm": {"loss": "decoupled_ppo", "old_logprobs": "ewma"}}
     assert model_memory(run(trainer=average)).parameter_bytes == 20
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -92,6 +94,21 @@ def gathered(tensor: Tensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return the shard of this rank, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def zeros_on_host(like: Tensor) -> Tensor:
+    """Return zeros of this shape and dtype in host memory, in the same shards; pinned beside a GPU."""
+    zeros = torch.zeros_like(local_part(like.detach()), device="cpu", pin_memory=like.is_cuda)
+    if not isinstance(like, DTensor):
+        return zeros
+    mesh = like.device_mesh if like.device_mesh.device_type == "cpu" else _host_mesh(like.device_mesh.size())
+    return DTensor.from_local(zeros, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+@cache
+def _host_mesh(size: int) -> DeviceMesh:
+    """Return a mesh of all ranks, whose process group is made once."""
+    return init_device_mesh("cpu", (size,))
 
 
 def sum_over_ranks(tensor: Tensor, world: World) -> Tensor:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, read_adapter_settings
 from rollmesh.checkpoints.states import load_weights
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.adapter_layers import reset_adapter
+from rollmesh.trainer.learner.distributed import local_part, zeros_on_host
 from rollmesh.trainer.learner.frozen_policies import WeightAverage
 from rollmesh.trainer.learner.old_logprob_scores import StageRecord
 from rollmesh.trainer.learner.policy_model import PolicyModel
@@ -57,14 +59,50 @@ def build_optimizer(model: nn.Module, config: TrainerConfig, processes: int = 1)
                 "over processes; use optimizer=adamw, whose moments are split, or 1 process"
             )
         return _eight_bit(groups, config)
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
+    on_host = config.optimizer == "adamw_offload"
+    kind = _OffloadedAdamW if on_host else torch.optim.AdamW
+    optimizer = kind(groups, lr=config.learning_rate, betas=config.betas)
     for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        moments = {key: zeros_on_host(parameter) if on_host else torch.zeros_like(parameter) for key in _MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32)} | moments
     return optimizer
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose moments are in host memory, and on the device for the update of one parameter after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        state, weight = self.state[parameter], local_part(parameter)
+        on_host = [local_part(state[key]) for key in _MOMENTS]
+        first, second = (moment.to(weight.device, non_blocking=True) for moment in on_host)
+        adamw(
+            [weight],
+            [local_part(gradient)],
+            [first],
+            [second],
+            [],
+            [state["step"]],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for moment, updated in zip(on_host, (first, second), strict=True):
+            moment.copy_(updated)
 
 
 def _eight_bit(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:

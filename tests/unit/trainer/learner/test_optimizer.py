@@ -104,3 +104,13 @@ def test_a_saved_state_of_eight_bit_moments_continues_to_the_same_bytes() -> Non
     assert float(half["step"]) == 7 and set(half) == {"weight", "step", "state1", "state2", "absmax1", "absmax2"}
     _, continued = trained("adamw_8bit", 5, half)
     assert all(torch.equal(continued[name], value) for name, value in uninterrupted.items())
+
+
+def test_moments_in_host_memory_change_no_bit_of_an_update() -> None:
+    layer, state = trained("adamw_offload", 12)
+    reference, expected = trained("adamw", 12)
+    assert torch.equal(layer.weight, reference.weight)
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], value) for name, value in expected.items())
+    _, half = trained("adamw_offload", 7)
+    continued, _ = trained("adamw", 5, half)
+    assert torch.equal(continued.weight, reference.weight)
