@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from rollmesh.store import EmbeddedServer
 
 from ..kit.redis_servers import running_server
+from ..kit.s3_server import CREDENTIALS, MISSING, Bucket, is_installed
 from ..kit.warm import close_templates
 
 
@@ -53,3 +55,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.fixture
+def own_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A bucket on an S3 server that the test may stall and stop."""
+    if not is_installed():
+        pytest.skip(MISSING)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    server = Bucket(tmp_path / "moto.log")
+    yield server
+    server.process.send_signal(signal.SIGCONT)
+    server.stop()

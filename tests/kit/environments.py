@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,29 +124,9 @@ class Environment:
         (folder / "COMPLETE").touch()
 
     def _run(self, step: str, command: list[str | Path], deadline: float) -> None:
-        """One step, within what is left of the deadline; raises NotInstalled with the end of what it printed."""
         started = time.monotonic()
-        environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-        # Neither our own venv nor the user's PYTHONPATH may leak into the new environment.
-        for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_CONSTRAINT"):
-            environment.pop(name, None)
-        try:
-            done = subprocess.run(
-                [str(part) for part in command],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                close_fds=False,
-                timeout=max(1.0, deadline - started),
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NotInstalled(f"could not {step}: no end after {time.monotonic() - started:.0f} s") from error
-        if done.returncode != 0:
-            lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-            said = [line for line in lines if line.startswith("ERROR")] or lines
-            raise NotInstalled(f"could not {step} (exit {done.returncode}): {' | '.join(said[-3:])}")
+        settings = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        run_step(step, command, max(1.0, deadline - started), close_fds=False, settings=settings)
         self._say(f"{step}: {time.monotonic() - started:.0f} s")
 
     def _remove_unused(self, current: Path) -> None:
@@ -176,6 +156,40 @@ class Environment:
 
     def _say(self, text: str) -> None:
         print(f"{self.name}: {text}", flush=True)
+
+
+def run_step(
+    step: str,
+    command: Sequence[str | Path],
+    seconds: float,
+    *,
+    close_fds: bool = True,
+    settings: Mapping[str, str] | None = None,
+) -> None:
+    """Run one step of a build; raises NotInstalled with the end of what it printed.
+
+    Neither our own venv nor the user's PYTHONPATH leaks into what it makes; ``settings`` are further variables.
+    """
+    environment = {**os.environ, **(settings or {})}
+    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_CONSTRAINT"):
+        environment.pop(name, None)
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            close_fds=close_fds,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotInstalled(f"could not {step}: no end after {seconds:.0f} s") from error
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("ERROR")] or lines
+        raise NotInstalled(f"could not {step} (exit {done.returncode}): {' | '.join(said[-3:])}")
 
 
 def _failure_file(folder: Path) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.mesh import MeshView
 from rollmesh.types import GeneratorRecord, Segment, SegmentSource
 
 
@@ -22,6 +23,23 @@ def generator_record(name: str = "a", **fields: Any) -> GeneratorRecord:
         "serving": True,
     }
     return GeneratorRecord(instance_id=name, **values | fields)
+
+
+def mesh_view(**fields: Any) -> MeshView:
+    """The view of an idle mesh at policy 0 without groups, but for these fields."""
+    values: dict[str, Any] = {
+        **dict.fromkeys(("trained_step", "cut_step", "policy_version", "policy_train_step"), 0),
+        **dict.fromkeys(("admitted_unconsumed", "open_groups", "ready_groups", "pending", "partial", "leased"), 0),
+        **dict.fromkeys(("ready", "stalest_open", "ready_by_step"), ()),
+        **dict.fromkeys(("recovering", "user_paused", "is_complete"), False),
+        "now": 1000.0,
+        "finished": 0,
+        "memory_ratio": 0.0,
+        "filtered_in_a_row": 0,
+        "blocked_since": None,
+        "registered_generators": 1,
+    }
+    return MeshView(**values | fields)
 
 
 def policy_tokens(ids: Iterable[int], version: int = 0, **fields: Any) -> Segment:

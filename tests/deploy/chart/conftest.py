@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 
@@ -10,23 +9,18 @@ import pytest
 
 from rollmesh.store.embedded import find_server_binary
 
+from ...kit.environments import NotInstalled
 from .rendering import CHART, EXAMPLES, Helm, Rendering
-
-_INSTALL = Path(__file__).with_name("tools") / "install.py"
+from .tools.install import find_tools
 
 
 @pytest.fixture(scope="session")
 def tools() -> Path:
     """The folder with Helm and the schemas; skips with the reason where they cannot be had."""
-    spec = importlib.util.spec_from_file_location("chart_tools_install", _INSTALL)
-    assert spec is not None and spec.loader is not None
-    install = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(install)
     try:
-        folder: Path = install.find_tools()
-    except install.NotInstalled as error:
+        return find_tools()
+    except NotInstalled as error:
         pytest.skip(str(error))
-    return folder
 
 
 @pytest.fixture(scope="session", params=["helm3", "helm4"])

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-
-pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
-pytest.importorskip("s3fs", reason="object stores need the extra s3")
 
 from ...kit.s3_server import Bucket
 from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, until, write_run_file
@@ -23,19 +20,9 @@ STEPS = 5
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    for name, value in (("ACCESS_KEY_ID", "nobody"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    server = Bucket(tmp_path / "moto.log")
-    yield server
-    server.process.send_signal(signal.SIGCONT)
-    server.stop()
-
-
-@pytest.fixture
-def run_file(tmp_path: Path, bucket: Bucket) -> Path:
-    file = write_run_file(tmp_path, f"in-a-bucket-{bucket.port}")
-    section = bucket.section("runs/one").model_dump(include={"folder", "object_store"})
+def run_file(tmp_path: Path, own_bucket: Bucket) -> Path:
+    file = write_run_file(tmp_path, f"in-a-bucket-{own_bucket.port}")
+    section = own_bucket.section("runs/one").model_dump(include={"folder", "object_store"})
     data = yaml.safe_load(file.read_text())
     data["checkpoints"] = {**section, "secret": "0123456789abcdef0123456789abcdef"}
     file.write_text(yaml.safe_dump(data))
@@ -79,13 +66,13 @@ async def test_a_gateway_elsewhere_reads_one_group_from_the_bucket_and_keeps_not
 
 
 async def test_a_bucket_that_does_not_answer_costs_the_viewer_alone(
-    run_file: Path, scene: Scene, started: Callable[..., RunningGateway], bucket: Bucket, tmp_path: Path
+    run_file: Path, scene: Scene, started: Callable[..., RunningGateway], own_bucket: Bucket, tmp_path: Path
 ) -> None:
     await _train(scene)
     gateway = started(run_file, None, ROLLMESH_CHECKPOINTS__CACHE_FOLDER=str(tmp_path / "another machine"))
     async with gateway.client() as client:
         await until(client, "api/v1/overview", lambda body: body["train_step"] == STEPS)
-        bucket.process.send_signal(signal.SIGSTOP)
+        own_bucket.process.send_signal(signal.SIGSTOP)
         begun = time.monotonic()
         asked = [asyncio.create_task(client.get(f"api/v1/trajectories/e0-{n}.0")) for n in range(2 * STEPS)]
         states, looked_since = set(), False
@@ -101,7 +88,7 @@ async def test_a_bucket_that_does_not_answer_costs_the_viewer_alone(
         answers = [await task for task in asked]
         assert {answer.status_code for answer in answers} == {503}
         assert all(answer.json()["hint"] == "retry in a moment" for answer in answers)
-        bucket.process.send_signal(signal.SIGCONT)
+        own_bucket.process.send_signal(signal.SIGCONT)
 
         async def there() -> bool:
             return (await client.get("api/v1/trajectories/e0-3.0")).status_code == 200

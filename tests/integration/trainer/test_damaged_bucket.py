@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
-pytest.importorskip("s3fs", reason="object stores need the extra s3")
 
 from rollmesh.checkpoints.bucket import BucketStore, open_location
 from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
@@ -22,15 +19,6 @@ from .trainer_run import SECRET, Runs, TrainerRun
 pytestmark = pytest.mark.long
 
 Damage = Callable[[BucketStore, list[PolicyRecord]], None]
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    for name, value in (("ACCESS_KEY_ID", "nobody"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    server = Bucket(tmp_path / "moto.log")
-    yield server
-    server.stop()
 
 
 def weights_of(store: BucketStore, record: PolicyRecord) -> str:
@@ -57,9 +45,9 @@ def announced(run: TrainerRun) -> list[str]:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_a_newest_policy_that_no_other_node_can_read_is_published_again(
-    runs: Runs, tmp_path: Path, bucket: Bucket, damage: str
+    runs: Runs, tmp_path: Path, own_bucket: Bucket, damage: str
 ) -> None:
-    section = bucket.section("run", anchor_every_versions=4)
+    section = own_bucket.section("run", anchor_every_versions=4)
     checkpoints = section.model_dump(include={"folder", "object_store", "anchor_every_versions"})
     async with runs(model={"dtype": "bfloat16"}, checkpoints=checkpoints) as run:
         process = run.start()

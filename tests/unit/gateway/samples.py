@@ -10,6 +10,8 @@ from rollmesh.mesh import Desired, MeshView
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
 
+from ...kit.records import generator_record, mesh_view
+
 
 def overview(**changes: Any) -> Overview:
     values: dict[str, Any] = {
@@ -47,45 +49,13 @@ def overview(**changes: Any) -> Overview:
 
 
 def generator(instance_id: str = "one", **changes: Any) -> GeneratorRecord:
-    values: dict[str, Any] = {
-        "instance_id": instance_id,
-        "address": f"{instance_id}:1",
-        "policy_version": 3,
-        "running_count": 2,
-        "waiting_count": 0,
-        "slot_count": 8,
-        "kv_token_capacity": 1000,
-        "serving": True,
-    }
-    return GeneratorRecord(**{**values, **changes})
+    return generator_record(instance_id, **{"policy_version": 3, "running_count": 2, **changes})
 
 
 def view(**changes: Any) -> MeshView:
-    values: dict[str, Any] = {
-        "now": 100.0,
-        "trained_step": 3,
-        "cut_step": 3,
-        "policy_version": 3,
-        "policy_train_step": 3,
-        "admitted_unconsumed": 8,
-        "open_groups": 6,
-        "ready_groups": 0,
-        "ready": (),
-        "stalest_open": (),
-        "ready_by_step": (),
-        "pending": 2,
-        "partial": 1,
-        "leased": 20,
-        "finished": 0,
-        "memory_ratio": 0.1,
-        "filtered_in_a_row": 0,
-        "blocked_since": None,
-        "registered_generators": 1,
-        "recovering": False,
-        "user_paused": False,
-        "is_complete": False,
-    }
-    return MeshView(**{**values, **changes})
+    steps = dict.fromkeys(("trained_step", "cut_step", "policy_version", "policy_train_step"), 3)
+    groups = {"admitted_unconsumed": 8, "open_groups": 6, "pending": 2, "partial": 1, "leased": 20}
+    return mesh_view(**{"now": 100.0, **steps, **groups, "memory_ratio": 0.1, **changes})
 
 
 def counts(**changes: Any) -> StoreCounts:

@@ -11,36 +11,14 @@ from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import Desired, MeshView
 from rollmesh.report.console import OutputConsole
 
-from ...kit.records import generator_record
+from ...kit.records import generator_record, mesh_view
 
 
 def view(**changes) -> MeshView:
-    values = {
-        "now": 0.0,
-        "trained_step": 7,
-        "cut_step": 7,
-        "policy_version": 7,
-        "policy_train_step": 7,
-        "admitted_unconsumed": 40,
-        "open_groups": 20,
-        "ready_groups": 20,
-        "ready": (),
-        "stalest_open": (),
-        "ready_by_step": ((7, 20),),
-        "pending": 0,
-        "partial": 0,
-        "leased": 180,
-        "desired": Desired(pool_size=192),
-        "finished": 0,
-        "memory_ratio": 0.0,
-        "filtered_in_a_row": 0,
-        "blocked_since": None,
-        "registered_generators": 1,
-        "recovering": False,
-        "user_paused": False,
-        "is_complete": False,
-    }
-    return MeshView(**{**values, **changes})
+    steps = dict.fromkeys(("trained_step", "cut_step", "policy_version", "policy_train_step"), 7)
+    groups = {"admitted_unconsumed": 40, "open_groups": 20, "ready_groups": 20, "ready_by_step": ((7, 20),)}
+    values = {"now": 0.0, **steps, **groups, "leased": 180, "desired": Desired(pool_size=192)}
+    return mesh_view(**{**values, **changes})
 
 
 def sample(serving=True, pinned=None, **changes) -> MeshSample:

@@ -13,6 +13,8 @@ from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.presets import PRESETS
 
+from ...kit.records import mesh_view
+
 RUN = RunConfig.model_validate({"name": "views", "folder": "runs/views", "model": {"path": "model"}})
 
 
@@ -43,11 +45,6 @@ def view(
     ready, opened = ready or [], opened or []
     steps, ready_steps = _steps([*ready, *opened]), _steps(ready)
     values = {
-        "now": 1000.0,
-        "trained_step": 0,
-        "cut_step": 0,
-        "policy_version": 0,
-        "policy_train_step": 0,
         "admitted_unconsumed": len(ready) + len(opened) + in_training,
         "open_groups": len(opened),
         "ready_groups": len(ready),
@@ -55,19 +52,9 @@ def view(
         "stalest_open": tuple(sorted(opened, key=lambda g: (g.min_train_step is None, g.min_train_step or 0))),
         "unclaimed_by_step": tuple((step, steps.count(step)) for step in dict.fromkeys(steps)),
         "ready_by_step": tuple((step, ready_steps.count(step)) for step in dict.fromkeys(ready_steps)),
-        "pending": 0,
-        "partial": 0,
         "leased": 2 * len(opened) if unfinished is None else unfinished,
-        "finished": 0,
-        "memory_ratio": 0.0,
-        "filtered_in_a_row": 0,
-        "blocked_since": None,
-        "registered_generators": 1,
-        "recovering": False,
-        "user_paused": False,
-        "is_complete": False,
     }
-    return MeshView(**{**values, **overrides})  # type: ignore[arg-type]
+    return mesh_view(**{**values, **overrides})
 
 
 def _steps(groups: list[GroupView]) -> list[int]:

