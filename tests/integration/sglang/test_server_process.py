@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollmesh.errors import ConfigError, EngineError
+from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import EngineLost
 from rollmesh.generator.engines.sglang.server_process import ServerProcess, relevant_lines
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
@@ -193,23 +193,6 @@ async def test_a_killed_generator_takes_its_server_along(make_run, request, whic
     await reached(lambda: gone(processes))
 
 
-async def test_a_paused_server_is_not_taken_for_dead(tmp_path, stand_in):
-    engine = _engine(tmp_path, stand_in["environment"], probe_seconds=0.05, request_timeout_seconds=8.0)
-    try:
-        await engine.start(write_model(tmp_path / "model", 0), 0)
-        call = make_call(context=prompt_ids(0, 4), max_new_token_count=50, chunk_token_count=2)
-        stream = engine.generate(call)
-        tokens = [await anext(stream)]
-        await engine.pause()
-        await asyncio.sleep(9.0)  # many looks and more than a deadline
-        assert engine.status().paused and engine.status().running_count == 1
-        await engine.resume()
-        tokens += [chunk async for chunk in stream]
-        assert sum(len(c.token_ids) for c in tokens) == 50
-    finally:
-        await engine.aclose()
-
-
 async def _call_under_way(engine: SglangEngine, model: Path) -> AsyncGenerator[Chunk, None] | None:
     """Start the engine and a call, and wait for its first slice. None if a stall of the machine costs the call."""
     try:
@@ -265,19 +248,3 @@ async def test_the_real_server_fills_a_context_from_a_cache_of_its_size_and_is_l
             engine.status()
     finally:
         await engine.aclose()
-
-
-async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, stand_in):
-    owner = _engine(tmp_path, stand_in["environment"], admin_key="right")
-    try:
-        await owner.start(write_model(tmp_path / "model", 0), 0)
-        url = owner._server.api.url
-        assert [f.name for f in tmp_path.iterdir() if "key" in f.name] == []
-        outsider = SglangEngine(
-            sglang_options(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=60.0)
-        )
-        with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* rejects it: .*HTTP 401"):
-            await outsider.start(tmp_path / "model", 0)
-        await outsider.aclose()
-    finally:
-        await owner.aclose()

@@ -49,21 +49,6 @@ def test_every_word_has_a_token() -> None:
     assert {word for shown in drawn(300) for word in shown.response.split()} <= set(VOCABULARY)
 
 
-def test_patient_searchers_stop_only_at_a_hit_or_at_the_budget() -> None:
-    for shown in drawn(200, SearcherMix(persistent_share=1.0)):
-        assert "?" not in shown.response
-        assert shown.solved or len(shown.response.split()) == 509
-
-
-def test_no_searcher_repeats_a_trial_on_purpose_at_rate_zero() -> None:
-    def repeats(probability: float) -> float:
-        shown = drawn(300, SearcherMix(persistent_share=1.0, repeat_probability=probability))
-        trials = [s.response.rstrip("! ").split(" , ") for s in shown]
-        return float(np.mean([len(t) - len(set(t)) for t in trials]) / np.mean([len(t) for t in trials]))
-
-    assert repeats(0.0) < repeats(0.3) - 0.1
-
-
 def test_lengths_have_a_short_median_and_a_long_tail() -> None:
     lengths = [len(shown.response.split()) for shown in drawn(3000)]
     median, p90, p99 = np.percentile(lengths, [50, 90, 99])

@@ -17,7 +17,6 @@ from rollmesh.recipes.countdown.warm_start import (
     WarmStartSettings,
     batches,
     build_model,
-    learning_rate_scale,
     response_loss,
 )
 from rollmesh.text import Tokenizer
@@ -55,12 +54,6 @@ def test_the_loss_is_the_log_likelihood_of_the_response_over_the_budget() -> Non
             if labels[row, at] != -100
         )
         assert response_loss(model, inputs, labels, 512).item() == pytest.approx(total / 512, rel=1e-4)
-
-
-def test_the_learning_rate_rises_and_ends_at_zero() -> None:
-    scales = [learning_rate_scale(step, TINY) for step in range(TINY.steps + 1)]
-    assert scales[TINY.warmup_steps - 1] == max(scales) == 1.0
-    assert scales[-1] == pytest.approx(0.0)
 
 
 def test_the_committed_model_is_the_one_the_script_describes(committed: torch.nn.Module) -> None:
