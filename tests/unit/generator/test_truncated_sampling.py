@@ -61,6 +61,20 @@ def test_a_million_draws_follow_the_renormalised_distribution_of_transformers(pa
     assert p_value(counts[kept], wanted[kept]) > 0.001
 
 
+@pytest.mark.parametrize("choices", [50, 3000])
+def test_equal_probabilities_are_kept_by_id_whatever_the_other_rows_of_a_step_are(choices: int) -> None:
+    logits = torch.randn(4, choices, generator=torch.Generator().manual_seed(1)).mul(4).round().div(4)
+    noise, narrow = torch.full((4, 1), 0.5, dtype=torch.float64), SamplingParams(top_k=9, kept_tokens=9)
+    companies = [narrow, SamplingParams(top_p=0.9), SamplingParams(min_p=0.01, kept_tokens=40)]
+    for company in companies:
+        sampling = step_sampling(narrow, company, company, narrow, choices=choices)
+        sets = sample(logits, noise, sampling).kept_sets
+        assert sets is not None
+        for row, ids in ((0, sets.ids[:9]), (3, sets.ids[-9:])):
+            values = logits[row].tolist()
+            assert ids.tolist() == sorted(sorted(range(choices), key=lambda i, v=values: (-v[i], i))[:9])
+
+
 def test_rows_of_one_step_are_truncated_each_by_its_own_parameters() -> None:
     """Training rows keep their sets; full, greedy and evaluation rows have log-probabilities over the vocabulary."""
     params = [

@@ -63,6 +63,8 @@ class Restriction:
     top_p: Tensor  # float64 [restricted, 1]
     top_k: Tensor  # int64 [restricted, 1]; vocabulary size where it is off
     min_p: Tensor  # float64 [restricted, 1]
+    candidates: int
+    """Most likely tokens that decide the draw of every row: those of top-k, or one more than a set may have."""
     keeping: Tensor | None  # int64 [keeping], rows whose sets are returned; None if there are none
     most_kept: Tensor  # int64 [keeping], largest set of each
 
@@ -92,7 +94,9 @@ class StepSampling:
         restricted, keeping = np.flatnonzero(truncated), np.flatnonzero(truncated & (kept > 0))
         restriction = None
         if len(restricted):
+            bounds = np.where(top_k > 0, top_k, np.where(kept > 0, kept + 1, vocab_size))[restricted]
             restriction = Restriction(
+                candidates=min(int(bounds.max()), vocab_size),
                 rows=torch.from_numpy(restricted).to(device),
                 top_p=column(top_p[restricted]),
                 top_k=column(np.where(top_k > 0, top_k, vocab_size)[restricted]),
@@ -185,14 +189,32 @@ def sample(logits: Tensor, noise: Tensor, sampling: StepSampling) -> Drawn:
 def _restrict(probabilities: Tensor, restriction: Restriction) -> Tensor:
     """Zero the tokens dropped by top-k, by top-p of what it keeps, and by min-p; keep the most likely token."""
     rows = probabilities[restriction.rows]
-    ordered, order = rows.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(rows.shape[-1], device=rows.device)
+    ordered, order = _most_likely(rows, restriction.candidates)
+    rank = torch.arange(ordered.shape[-1], device=rows.device)
     within_k = ordered * (rank < restriction.top_k)
     mass = within_k.cumsum(-1, dtype=torch.float64)
+    whole = torch.where(restriction.top_k > len(rank), rows.sum(-1, keepdim=True, dtype=torch.float64), mass[:, -1:])
     # A token is kept while the mass before it is below top_p of the mass kept by top-k.
-    keep = (mass - within_k) < restriction.top_p * mass[:, -1:]
+    keep = (mass - within_k) < restriction.top_p * whole
     keep &= within_k >= restriction.min_p * within_k[:, :1]
     kept = torch.zeros_like(rows).scatter_(1, order, within_k * keep)
     result = probabilities.clone()
     result[restriction.rows] = kept
     return result
+
+
+def _most_likely(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` largest values of each row, equal ones by id, and their ids, [rows, count] each.
+
+    Sorting all of a large vocabulary takes several times as long, but topk alone orders equal values at random.
+    """
+    if count < rows.shape[-1]:
+        values, ids = rows.topk(count)
+        with_ties = int((rows >= values[:, -1:]).sum(-1).max())
+        if with_ties > count:
+            ids = rows.topk(with_ties).indices
+        ids = ids.sort(-1).values
+        values, order = rows.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+        return values[:, :count], ids.gather(1, order)[:, :count]
+    values, ids = rows.sort(dim=-1, descending=True, stable=True)
+    return values, ids
