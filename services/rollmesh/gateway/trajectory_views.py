@@ -76,6 +76,7 @@ def _run(source: Source, segment: Segment, position: int, texts: list[str] | Non
         logprobs=None
         if logprobs is None
         else [round(v, _DIGITS) if math.isfinite(v) else None for v in logprobs.tolist()],
+        kept_counts=None if segment.kept_sets is None else segment.kept_sets.counts.tolist(),
         temperature=segment.temperature if is_policy else None,
     )
 

@@ -78,7 +78,7 @@ class Estimate:
             meaning = "tokens of one policy, then a rest until the next one"
             table.add_row("segment", f"{schedule.segment_tokens}", meaning)
         table.add_row("capacity", f"{schedule.window_groups}", "groups admitted and not yet trained, at most")
-        meaning = "Redis, at capacity and full length, without snapshots of environments"
+        meaning = "Redis, at capacity and full length, without snapshots of environments and kept sets"
         if self.queue_limit_bytes is not None:
             share = self.queue_bytes / self.queue_limit_bytes
             advice = "; above 80% admission waits: increase it" if share > _ADMISSION_SHARE else ""

@@ -11,7 +11,7 @@ import pytest
 from rollmesh.gateway.archive import BatchRow, batch_page
 from rollmesh.gateway.models.items import BatchOrder, BatchTrajectory
 from rollmesh.gateway.trajectory_views import token_runs
-from rollmesh.types import Prompt, Segment, SegmentSource, Trajectory
+from rollmesh.types import KeptSets, Prompt, Segment, SegmentSource, Trajectory
 
 
 def segment(first: int, count: int, version: int, **changes: object) -> Segment:
@@ -64,6 +64,14 @@ def test_pages_of_any_size_together_are_the_trajectory() -> None:
             assert sum(len(run.token_ids) for run in runs) <= size
         assert ids == [i for run in everything for i in run.token_ids]
         assert texts == names(ids)
+
+
+def test_tokens_of_truncated_sampling_are_shown_with_the_sizes_of_their_sets_on_every_page() -> None:
+    sets = KeptSets(counts=np.array([2, 1, 3], np.int32), ids=np.array([0, 9, 1, 0, 2, 9], np.int32))
+    whole = trajectory(segment(0, 3, 1, kept_sets=sets), segment(3, 2, 2))
+    runs, _ = token_runs(whole, 1, 6, None)
+    assert [run.kept_counts for run in runs] == [None, [2, 1, 3], None]
+    assert [token_runs(whole, at, 1, None)[0][0].kept_counts for at in (3, 4, 5, 6)] == [[2], [1], [3], None]
 
 
 def test_a_logprob_that_is_no_number_is_null() -> None:

@@ -21,10 +21,15 @@ from rollmesh.store.payload import (
     group_of,
 )
 from rollmesh.store.trajectories import by_groups
-from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource
+from rollmesh.types import FinishReason, KeptSets, Prompt, Segment, SegmentSource
 
 
-def segment(tokens: int, version: int = 3, source: SegmentSource = SegmentSource.POLICY) -> Segment:
+def segment(tokens: int, version: int = 3, source: SegmentSource = SegmentSource.POLICY, kept: int = 0) -> Segment:
+    """A segment whose tokens were drawn from sets of ``kept`` tokens; 0 for the full vocabulary."""
+    sets = None
+    if kept and source is SegmentSource.POLICY:
+        ids = np.arange(tokens, dtype=np.int32)[:, None] + 1000 * np.arange(kept, dtype=np.int32)
+        sets = KeptSets(counts=np.full(tokens, kept, np.int32), ids=ids.ravel())
     policy = source is SegmentSource.POLICY
     return Segment(
         token_ids=np.arange(tokens, dtype=np.int32),
@@ -32,6 +37,7 @@ def segment(tokens: int, version: int = 3, source: SegmentSource = SegmentSource
         policy_version=version,
         kv_min_version=version,
         source=source,
+        kept_sets=sets,
     )
 
 
@@ -41,11 +47,17 @@ def same(left: Segment, right: Segment) -> bool:
         and (left.behavior_logprobs is None) == (right.behavior_logprobs is None)
         and (left.behavior_logprobs is None or np.array_equal(left.behavior_logprobs, right.behavior_logprobs))
         and (left.policy_version, left.source) == (right.policy_version, right.source)
+        and (left.kept_sets is None) == (right.kept_sets is None)
+        and (left.kept_sets is None or np.array_equal(left.kept_sets.counts, right.kept_sets.counts))
+        and (left.kept_sets is None or np.array_equal(left.kept_sets.ids, right.kept_sets.ids))
     )
 
 
-@given(st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 5), st.sampled_from(SegmentSource)), max_size=4))
-def test_segments_come_back_as_they_went_in(shapes: list[tuple[int, int, SegmentSource]]) -> None:
+SHAPES = st.tuples(st.integers(1, 20_000), st.integers(0, 5), st.sampled_from(SegmentSource), st.integers(0, 3))
+
+
+@given(st.lists(SHAPES, max_size=4))
+def test_segments_come_back_as_they_went_in(shapes: list[tuple[int, int, SegmentSource, int]]) -> None:
     segments = [segment(*shape) for shape in shapes]
     chunk = encode_segments(segments)
     uploads = {LINK_MARK + name.encode(): data for name, data in chunk.uploads}

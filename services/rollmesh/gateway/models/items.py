@@ -71,6 +71,8 @@ class TokenRun(ApiModel):
     """Text of each token (empty if a later token completes the character); null without a tokenizer."""
     logprobs: list[float | None] | None
     """Behavior log-probabilities in nats, at the sampling temperature; null for prompt and environment."""
+    kept_counts: list[int] | None
+    """Size of the set that each token was drawn from; null where it was drawn from the full vocabulary."""
     temperature: float | None
     """Softmax temperature."""
 

@@ -124,6 +124,7 @@ export class Tokens {
       `staleness ${stale === null ? "unknown" : plural(stale, "train step")}`,
       `temperature ${number(run.temperature)}`,
     ];
+    if (run.kept_counts?.[at]) parts.push(`drawn from ${plural(run.kept_counts[at], "kept token")}`);
     if (run.kv_min_version < run.policy_version) parts.push(`cache from ${version(run.kv_min_version)} on`);
     return `${where}: ${parts.join(", ")}`;
   }
