@@ -49,19 +49,15 @@ def choose_sets(sets: KeptSets | None, chosen: npt.NDArray[np.bool_]) -> KeptSet
     return sets and KeptSets(counts=sets.counts[chosen], ids=sets.ids[np.repeat(chosen, sets.counts)])
 
 
-def pad_sets(sets: KeptSets | None, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-    """Return the sets of the tokens ``index`` [chosen] as rows, -1 after the last id, [chosen, largest set].
-
-    A row without ids stands for the full vocabulary; None if all of them do.
-    """
+def pair_sets(sets: KeptSets | None, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """Return the sets of the tokens ``index`` as pairs (place in ``index``, id), [2, ids]; None without any id."""
     if sets is None or not (counts := sets.counts[index]).any():
         return None
+    places = np.repeat(np.arange(len(index)), counts)
     firsts = (np.cumsum(sets.counts, dtype=np.int64) - sets.counts)[index]
-    column = np.arange(counts.max())
-    inside = column < counts[:, None]
-    rows = np.full(inside.shape, -1, np.int64)
-    rows[inside] = sets.ids[(firsts[:, None] + column)[inside]]
-    return rows
+    before = np.cumsum(counts, dtype=np.int64) - counts
+    at = np.arange(len(places)) + (firsts - before)[places]
+    return np.stack((places, sets.ids[at].astype(np.int64)))
 
 
 def check_sets(sets: KeptSets, token_ids: Int32Array) -> None:

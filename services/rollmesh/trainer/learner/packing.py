@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollmesh.kept_sets import join_sets, pad_sets
+from rollmesh.kept_sets import join_sets, pair_sets
 from rollmesh.trainer.learner.packed_attention import PackedLayout
 from rollmesh.trainer.learner.prefix_tree import Int64Array, prefix_tree
 from rollmesh.trainer.learner.train_batch import TrainBatch
@@ -28,7 +28,7 @@ class MicroBatch:
     rows: Tensor  # int64 [scored], position whose hidden state predicts the scored token; shared ones repeat
     targets: Tensor  # int64 [scored]
     temperatures: Tensor | None  # float32 [scored]; None when all are 1
-    kept: Tensor | None  # int64 [scored, largest set], ids of the kept sets, see pad_sets
+    kept: Tensor | None  # int64 [2, ids], pairs (place in [scored], id) of the kept sets
     token_index: Int64Array  # [scored], index of the scored token in the flat batch
     sequence_index: Tensor  # int64 [scored], sequence inside the micro-batch
     sequence_count: int
@@ -85,7 +85,7 @@ def _assemble(
     spans = [(inputs[b.source], b.depth, b.depth + b.end - b.start) for b in tree.branches]
     rows = [tree.path(last)[scored - 1] for last, (_, scored, _) in zip(tree.last, pieces, strict=True)]
     token_index = np.concatenate([scored + start for _, scored, start in pieces])
-    kept = pad_sets(sets, token_index)
+    kept = pair_sets(sets, token_index)
     owners = np.repeat(np.arange(len(rows), dtype=np.int64), [len(r) for r in rows])
 
     def tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:

@@ -33,16 +33,16 @@ def score_tokens(
     """Compute ``log_softmax(z / T)`` of the target and the entropy of that distribution, in nats.
 
     ``hidden`` float [tokens, width], ``weight`` [vocab, width] and ``bias`` [vocab] of the head, ``targets`` int64
-    [tokens], ``temperatures`` float [tokens] or None for T = 1. ``kept`` int64 [tokens, largest set], the ids over
-    which each softmax is taken, -1 after the last one; the whole vocabulary for a row without any, and for None.
-    Returns (logprobs [tokens], entropy [tokens]), float32 unless the weights are float64. The entropy has no gradient,
-    and is 0 unless ``entropy`` is set.
+    [tokens], ``temperatures`` float [tokens] or None for T = 1. ``kept`` int64 [2, ids] has sorted pairs of a row and
+    an id over which its softmax is taken; the whole vocabulary for a row without any, and for None. Returns (logprobs
+    [tokens], entropy [tokens]), float32 unless the weights are float64. The entropy has no gradient, and is 0 unless
+    ``entropy`` is set.
     """
-    if kept is not None and own_logits is None and bool((kept[:, 0] >= 0).all()):
+    if kept is not None and own_logits is None and len(torch.unique_consecutive(kept[0])) == len(hidden):
         # Only the part of the head that occurs in a set is computed.
-        ids, places = torch.unique(kept.clamp(min=0), return_inverse=True)
+        ids, places = torch.unique(kept[1], return_inverse=True)
         weight, bias = weight[ids], None if bias is None else bias[ids]
-        targets, kept = torch.searchsorted(ids, targets), places.masked_fill(kept < 0, -1)
+        targets, kept = torch.searchsorted(ids, targets), torch.stack((kept[0], places))
     columns = _Columns(targets=targets, temperatures=temperatures, kept=kept)
     options = _Options(entropy=entropy, own_logits=own_logits, chunk_logits=chunk_logits)
     scores: tuple[Tensor, Tensor] = _Scores.apply(hidden, weight, bias, columns, options)  # type: ignore[no-untyped-call]
@@ -66,10 +66,13 @@ class _Columns:
 
     def __getitem__(self, part: slice) -> _Columns:
         heat, kept = self.temperatures, self.kept
+        if kept is not None:
+            first, last = torch.searchsorted(kept[0], kept.new_tensor([part.start, part.stop])).tolist()
+            kept = kept[:, first:last] - kept.new_tensor([[part.start], [0]])
         return _Columns(
             targets=self.targets[part],
             temperatures=None if heat is None else heat[part],
-            kept=None if kept is None else kept[part],
+            kept=kept,
         )
 
     def scale_(self, values: Tensor) -> Tensor:
@@ -79,13 +82,11 @@ class _Columns:
     def restrict_(self, logits: Tensor) -> Tensor:
         """Divide logits by the temperatures, and set those outside of the kept sets to minus infinity, in place."""
         logits = self.scale_(logits)
-        if self.kept is None or not len(logits):
+        if self.kept is None:
             return logits
-        truncated = self.kept[:, :1] >= 0
-        # Each place after the last id stands for the first one; a row without ids is written as it is.
-        ids = torch.where(self.kept >= 0, self.kept, self.kept[:, :1]).clamp(min=0)
-        inside = logits.gather(-1, ids)
-        return logits.masked_fill_(truncated, -torch.inf).scatter_(-1, ids, inside)
+        rows, ids = self.kept
+        inside = logits[rows, ids]
+        return logits.index_fill_(0, torch.unique_consecutive(rows), -torch.inf).index_put_((rows, ids), inside)
 
 
 class _Scores(torch.autograd.Function):

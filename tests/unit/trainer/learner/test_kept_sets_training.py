@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
-from rollmesh.kept_sets import choose_sets, pad_sets, slice_sets
+from rollmesh.kept_sets import choose_sets, pair_sets, slice_sets
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.token_scores import CHUNK_LOGITS, score_tokens
 from rollmesh.types import SegmentSource, Trajectory
@@ -36,16 +36,12 @@ def by_loop(logits: torch.Tensor, temperature: float, kept: list[int], target: i
 
 
 @given(SETS, st.data())
-def test_rows_of_sets_are_those_of_the_chosen_tokens(lists: list[list[int]], data: st.DataObject) -> None:
+def test_pairs_are_those_of_the_chosen_tokens(lists: list[list[int]], data: st.DataObject) -> None:
     sets = sets_of(lists)
     index = np.array(data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=9)), np.int64)
-    rows = pad_sets(sets, index)
-    wanted = [lists[i] for i in index]
-    if rows is None:
-        assert not any(wanted)
-    else:
-        width = max(map(len, wanted))
-        assert rows.tolist() == [[*kept, *[-1] * (width - len(kept))] for kept in wanted]
+    pairs = pair_sets(sets, index)
+    wanted = [(place, token) for place, at in enumerate(index) for token in lists[at]]
+    assert wanted == ([] if pairs is None else list(map(tuple, pairs.T.tolist())))
     chosen = np.isin(np.arange(len(lists)), index)
     part = choose_sets(sets, chosen)
     assert part is not None and part.counts.tolist() == [len(s) for s, c in zip(lists, chosen, strict=True) if c]
@@ -64,14 +60,14 @@ def test_scores_and_gradients_over_kept_sets_are_those_of_a_loop(
     head, hidden = nn.Linear(8, VOCAB).double(), torch.randn(count, 8, dtype=torch.float64, requires_grad=True)
     targets = [data.draw(st.sampled_from(kept or range(VOCAB))) for kept in lists]
     temperatures = torch.rand(count) + 0.5 if tempered else None
-    rows = pad_sets(sets_of(lists), np.arange(count))
+    pairs = pair_sets(sets_of(lists), np.arange(count))
     logprobs, entropy = score_tokens(
         hidden,
         head.weight,
         head.bias,
         torch.tensor(targets),
         temperatures,
-        None if rows is None else torch.from_numpy(rows),
+        None if pairs is None else torch.from_numpy(pairs),
         entropy=True,
         chunk_logits=3 * VOCAB if chunked else CHUNK_LOGITS,
     )
@@ -96,9 +92,7 @@ def test_a_token_of_full_sampling_has_the_same_bits_beside_truncated_ones() -> N
     torch.manual_seed(0)
     head, hidden = nn.Linear(8, VOCAB), torch.randn(9, 8, requires_grad=True)
     targets, temperatures = torch.arange(9), torch.rand(9) + 0.5
-    kept = torch.full((9, 2), -1)
-    kept[::2, 0] = targets[::2]
-    kept[::2, 1] = 39
+    kept = torch.stack((torch.arange(0, 9, 2).repeat_interleave(2), torch.tensor([0, 39, 2, 39, 4, 39, 6, 39, 8, 39])))
     results = []
     for sets in (None, kept):
         logprobs, entropy = score_tokens(hidden, head.weight, head.bias, targets, temperatures, sets, entropy=True)
