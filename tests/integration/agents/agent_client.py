@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from rollmesh.types import Batch, SegmentSource
+
 from .agent_mesh import TOKEN, Api
 
 
@@ -51,3 +53,12 @@ async def state(http: httpx.AsyncClient, session_id: str) -> dict[str, Any]:
 
 async def above(count: Awaitable[int], least: int) -> bool:
     return await count > least
+
+
+def sampled_tokens(batch: Batch) -> dict[str, list[int]]:
+    """The tokens of the policy in every trajectory of a batch."""
+    return {
+        t.trajectory_id: [int(i) for s in t.segments if s.source is SegmentSource.POLICY for i in s.token_ids]
+        for group in batch.groups
+        for t in group.trajectories
+    }

@@ -8,13 +8,10 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 
-from rollmesh.types import SegmentSource
-
 from ...kit.environments import python_of
-from .agent_client import http_of, state
+from .agent_client import http_of, sampled_tokens, state
 from .agent_mesh import AgentMesh, Api
 from .tool_model import ADD, QUESTION
 
@@ -103,12 +100,7 @@ async def test_items_are_answered_and_every_sampled_token_is_trained(tools_mesh:
             (trajectory,) = shown["trajectories"]
             sampled[trajectory["id"]] = [*ids[0], *ids[1]]
             assert (await http.post(f"/sessions/{told['id']}/reward", json={"reward": 1.0})).status_code == 200
-        batch = await mesh.batch(1)
-        trajectories = [t for group in batch.groups for t in group.trajectories]
-        assert {t.trajectory_id for t in trajectories} == set(sampled)
-        for trajectory in trajectories:
-            own = [s for s in trajectory.segments if s.source is SegmentSource.POLICY]
-            assert np.concatenate([s.token_ids for s in own]).tolist() == sampled[trajectory.trajectory_id]
+        assert sampled_tokens(await mesh.batch(1)) == sampled
 
 
 async def test_an_answer_at_the_limit_is_incomplete(tools_mesh: AgentMesh) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 from renderers import config_from_name, create_renderer
 from renderers.client import generate
 
 from rollmesh.agents.chat_format import NamedTokenizer
-from rollmesh.types import SegmentSource
 
-from .agent_client import http_of, state
+from .agent_client import http_of, sampled_tokens, state
 from .agent_mesh import AgentMesh
 from .tool_model import ADD, QUESTION
 
@@ -50,11 +48,8 @@ async def test_calls_of_tools_are_answered_and_every_sampled_token_is_trained(to
             sampled[trajectory["id"]] = [*first.model_extra["token_ids"], *second.model_extra["token_ids"]]
             assert (await http.post(f"/sessions/{told['id']}/reward", json={"reward": 1.0})).status_code == 200
         batch = await mesh.batch(1)
-        trajectories = [t for group in batch.groups for t in group.trajectories]
-        assert {t.trajectory_id for t in trajectories} == set(sampled)
-        for trajectory in trajectories:
-            own = [s for s in trajectory.segments if s.source is SegmentSource.POLICY]
-            assert np.concatenate([s.token_ids for s in own]).tolist() == sampled[trajectory.trajectory_id]
+        assert sampled_tokens(batch) == sampled
+        for trajectory in (t for group in batch.groups for t in group.trajectories):
             text = mesh.tokenizer.decode(trajectory.response_ids, special_tokens=True)
             talk = text.partition(QUESTION["content"])[2]
             assert talk.count("<tool_call>") == talk.count("<tool_response>") == 2, talk

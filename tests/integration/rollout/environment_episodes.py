@@ -10,8 +10,10 @@ from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, Segment, SegmentSource, Trajectory
 from rollmesh.worker.environment_program import EnvironmentProgram
 
-from .scenes import members
-from .scripted import STOP, token_at
+from ...kit.waiting import reached
+from .replicas import running
+from .scenes import members, whole_mesh
+from .scripted import STOP, ScriptedGenerator, ScriptedReward, token_at
 
 TURN = 6
 
@@ -101,3 +103,14 @@ def saved_episode(*segments):
 def policy_turn(number):
     ids = np.array([10 + number, STOP], np.int32)
     return Segment(token_ids=ids, behavior_logprobs=-np.ones(2, np.float32), policy_version=0, kv_min_version=0)
+
+
+async def played_by_two_workers(store, program, log):
+    """A batch whose first worker has left after ten turns, what the mesh held then, and the pool of the run."""
+    slow = ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02)
+    async with whole_mesh(store, slow, program=program, chunk=4) as first:
+        await reached(lambda: len(log) >= 10)
+        await first.stop()
+        left = await store.mesh.view()
+        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, program=program, chunk=4):
+            return await first.trainer.train(1), left, first.plan.pool_size

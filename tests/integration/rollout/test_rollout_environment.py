@@ -23,6 +23,7 @@ from .environment_episodes import (
     ForgetfulEnvironment,
     SnapshottingEnvironment,
     check,
+    played_by_two_workers,
     policy_turn,
     program_of,
     saved_episode,
@@ -118,43 +119,24 @@ async def test_a_spare_member_is_cut_off_within_its_turn_whatever_the_environmen
 
 async def test_a_replayable_environment_is_played_again_after_a_lost_worker(store, tokenizer):
     log = []
-    program = program_of(CountingEnvironment, tokenizer, log)
-    async with whole_mesh(
-        store, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02), program=program, chunk=4
-    ) as first:
-        await reached(lambda: len(log) >= 10)
-        await first.stop()
-        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, program=program, chunk=4):
-            check(await first.trainer.train(1))
-    assert len(log) > 3 * first.plan.pool_size, "finished turns were played again to a fresh environment"
+    batch, _, pool = await played_by_two_workers(store, program_of(CountingEnvironment, tokenizer, log), log)
+    check(batch)
+    assert len(log) > 3 * pool, "finished turns were played again to a fresh environment"
 
 
 async def test_an_environment_that_cannot_be_replayed_starts_over_without_a_trace(store, tokenizer):
     log = []
-    program = program_of(ForgetfulEnvironment, tokenizer, log)
-    async with whole_mesh(
-        store, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02), program=program, chunk=4
-    ) as first:
-        await reached(lambda: len(log) >= 10)
-        await first.stop()
-        view = await store.mesh.view()
-        assert (view.leased, view.partial) == (0, 0)
-        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, program=program, chunk=4):
-            check(await first.trainer.train(1))
+    batch, left, _ = await played_by_two_workers(store, program_of(ForgetfulEnvironment, tokenizer, log), log)
+    check(batch)
+    assert (left.leased, left.partial) == (0, 0)
 
 
 async def test_an_environment_with_snapshots_continues_in_another_worker(store, tokenizer):
     log = []
-    program = program_of(SnapshottingEnvironment, tokenizer, log)
-    async with whole_mesh(
-        store, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02), program=program, chunk=4
-    ) as first:
-        await reached(lambda: len(log) >= 10)
-        await first.stop()
-        assert (await store.mesh.view()).partial > 0
-        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, program=program, chunk=4):
-            check(await first.trainer.train(1))
-    assert len(log) == len(set(log)) == 3 * first.plan.pool_size, "no turn was played twice"
+    batch, left, pool = await played_by_two_workers(store, program_of(SnapshottingEnvironment, tokenizer, log), log)
+    check(batch)
+    assert left.partial > 0
+    assert len(log) == len(set(log)) == 3 * pool, "no turn was played twice"
 
 
 ENVIRONMENT_REPLY = replace(

@@ -9,19 +9,17 @@ from rollmesh.types import OutcomeKind, TurnReturn
 from rollmesh.worker.environment_program import outcome_of
 from rollmesh.worker.turns import turns_of
 
-from ...kit.waiting import reached
 from .environment_episodes import (
-    TURN,
     CountingEnvironment,
     SnapshottingEnvironment,
     expected_episode,
+    played_by_two_workers,
     policy_turn,
     program_of,
     saved_episode,
 )
-from .replicas import running
-from .scenes import members, whole_mesh
-from .scripted import STOP, ScriptedGenerator, ScriptedReward
+from .scenes import members
+from .scripted import STOP
 
 REWARDS = (1.0, None, 0.5)
 """Rewards of the episode so far: its turns have 1, 0 and -0.5."""
@@ -53,13 +51,8 @@ def check_returns(batch):
 async def test_turns_keep_their_rewards_when_another_worker_continues(store, tokenizer, kind):
     log = []
     program = program_of(rewarding(kind), tokenizer, log, by_turn=True)
-    async with whole_mesh(
-        store, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02), program=program, chunk=4
-    ) as first:
-        await reached(lambda: len(log) >= 10)
-        await first.stop()
-        async with running(store, first.cluster, ScriptedReward(), first.plan, index=1, program=program, chunk=4):
-            check_returns(await first.trainer.train(1))
+    batch, _, _ = await played_by_two_workers(store, program, log)
+    check_returns(batch)
 
 
 async def test_without_credit_by_turn_the_newest_reward_is_that_of_the_episode(tokenizer):
