@@ -271,7 +271,7 @@ def _loss_problems(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def _size_problems(config: RunConfig) -> Iterator[str]:
-    if config.trainer.optimizer == "adamw_8bit" and config.launcher.trainer_processes > 1:
+    if config.trainer.optimizer == "adamw_8bit" and config.launcher.least_trainer_processes > 1:
         yield (
             f"trainer.optimizer=adamw_8bit with launcher.trainer_processes={config.launcher.trainer_processes}: the "
             "8-bit moments cannot be split over processes; use optimizer=adamw, whose moments are split, or 1 process"

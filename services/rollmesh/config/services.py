@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmesh.config.section import Secret, Section
+from rollmesh.config.section import Secret, Section, one_error
+
+TrainerProcesses = Annotated[
+    Annotated[int, Field(ge=1)] | Literal["auto"], one_error("a whole number of processes from 1 on, or auto")
+]
 
 
 class NetworkConfig(Section):
@@ -155,8 +159,9 @@ class LauncherConfig(Section):
     """Number of reward services."""
     agents_replicas: int = Field(default=1, ge=1)
     """Number of agents services of a run that has them; number i, from 0 on, binds agents.port + i if that is set."""
-    trainer_processes: int = Field(default=1, ge=1)
-    """Number of trainer ranks; more than one starts torchrun with FSDP2."""
+    trainer_processes: TrainerProcesses = 1
+    """Number of trainer ranks; more than one starts torchrun with FSDP2. auto: the ranks and threads with the fastest
+    train step on the cores of this machine that no generator decodes on, measured before the first start."""
     torch_threads: int = Field(default=1, ge=1, le=1024)
     """OMP threads per process on this machine; in a cluster, threads of a generator with the engine torch on a CPU."""
     restart_limit: int = Field(default=20, ge=0)
@@ -167,6 +172,11 @@ class LauncherConfig(Section):
     more. Also the time for which no generator may serve an evaluated version, or all may refuse the newest one."""
     host: str = "127.0.0.1"
     """Address to which the local services bind."""
+
+    @property
+    def least_trainer_processes(self) -> int:
+        """Number of trainer ranks; the least of a measured one."""
+        return 1 if self.trainer_processes == "auto" else self.trainer_processes
 
 
 class TelemetryConfig(Section):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -25,11 +26,14 @@ from rollmesh.launcher.service_specs import (
     ReplicaScaler,
     child_environment,
     service_specs,
+    thread_variables,
     with_mesh_token,
 )
 from rollmesh.launcher.supervisor import ServiceFailed, StartService, Supervisor, start_process
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
+from rollmesh.launcher.trainer_cores import trainer_way
 from rollmesh.mesh import WaitReason
+from rollmesh.runtime.capacity import this_machine
 from rollmesh.runtime.endpoints import AdminClient, ServiceStates, read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.port_security import PortSecurity
@@ -72,6 +76,7 @@ class LocalMesh:
         self.progress = progress
         self.evaluations = EvaluationJournal(running.store, folder, progress.note)
         self.supervisor = Supervisor(config.launcher.restart_limit, progress.note, start=inline or start_process)
+        self._is_inline = inline is not None
         self._watch = watch
         watch.supervisor = self.supervisor
         scaling = running.store.scaling if inline is None else None
@@ -87,9 +92,7 @@ class LocalMesh:
         """Run these services, and stop them in order on exit, also after an error."""
         environment = child_environment(self.config, self._redis_url)
         try:
-            for spec in service_specs(self.config, self.folder, environment):
-                if spec.service in names and spec.service not in SCALABLE:
-                    self.supervisor.start(spec)
+            await self._start_fixed(names, environment)
             await self.answer(lambda: self._scaler.begin(names, environment), "the store")
             self.progress.note(f"services started, logs in {self.folder.logs}")
             yield
@@ -105,6 +108,20 @@ class LocalMesh:
                 await self.supervisor.stop([name for name in STOP_ORDER if name not in WORKERS])
             finally:
                 await self.supervisor.kill_all()
+
+    async def _start_fixed(self, names: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the services among ``names`` that are not scaled; the trainer with its own processes and threads."""
+        config, of_trainer = self.config, environment
+        if "trainer" in names and not self._is_inline:
+            choice = trainer_way(config, self.folder, self.progress.note, this_machine().cores)
+            way = await _unless_stopped(self._shutdown, choice, "the choice of the trainer's processes")
+            launcher = config.launcher.model_copy(update={"trainer_processes": way.processes})
+            config = config.model_copy(update={"launcher": launcher})
+            of_trainer = {**environment, **thread_variables(way.threads)}
+        for spec in service_specs(config, self.folder, environment):
+            if spec.service in names and spec.service not in SCALABLE:
+                own = of_trainer if spec.service == "trainer" else environment
+                self.supervisor.start(replace(spec, environment=own))
 
     async def until(
         self,

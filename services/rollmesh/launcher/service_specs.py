@@ -36,11 +36,8 @@ _LEAVE_SECONDS = 2.0
 
 def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
     """Build the environment variables of a service process; secrets are passed here, never in files or arguments."""
-    threads = str(config.launcher.torch_threads)
     environment = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
+        **thread_variables(config.launcher.torch_threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "ROLLMESH_STORE__URL": redis_url,
@@ -53,6 +50,13 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         environment["ROLLMESH_SECURITY__TOKEN_FILE"] = json.dumps(config.security.token_file, ensure_ascii=False)
         environment["ROLLMESH_SECURITY__OPEN_METRICS"] = json.dumps(config.security.open_metrics)
     return environment
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the environment variables that set the threads of a process on cores that it shares with others."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    # A thread that spins while it waits takes a core from the thread or the process that it waits for.
+    return {**dict.fromkeys(names, str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ServiceSpec]:
@@ -73,7 +77,7 @@ def service_spec(
     """Return the specification of one service process."""
     # -P: a module of the user, such as redis.py, in the current folder hides no library.
     interpreter = [sys.executable, "-P"]
-    if service == "trainer" and config.launcher.trainer_processes > 1:
+    if service == "trainer" and config.launcher.least_trainer_processes > 1:
         ranks = str(config.launcher.trainer_processes)
         interpreter += ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", ranks]
         interpreter += ["--no-python", sys.executable, "-u", "-P"]

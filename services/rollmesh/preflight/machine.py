@@ -42,7 +42,7 @@ def check_machine(config: RunConfig, memory: ModelMemory) -> None:
             raise ConfigError(f"{field}: requires the package {package}: pip install 'rollmesh[{extra}]'")
     # Another driver than NVIDIA's or AMD's is left to torch.
     for field, device in (("generator.device", config.generator.device), ("trainer.device", config.trainer.device)):
-        if device == "cuda" and sys.platform == "linux" and not _has_gpu():
+        if device == "cuda" and sys.platform == "linux" and not has_gpu():
             raise ConfigError(f"{field}=cuda: this machine has no GPU device; set auto or cpu, or start it elsewhere")
     _check_cache(config, memory)
     _check_folder(config)
@@ -131,7 +131,7 @@ def _check_cache(config: RunConfig, memory: ModelMemory) -> None:
     available = _device_bytes(generator.device)
     if available is None or memory.weight_bytes + memory.cache_bytes <= available:
         return
-    where = "a GPU of this machine" if generator.device != "cpu" and _has_gpu() else "this machine"
+    where = "a GPU of this machine" if generator.device != "cpu" and has_gpu() else "this machine"
     size = (
         f"generator.kv_token_capacity={generator.kv_token_capacity}"
         if generator.kv_token_capacity
@@ -146,7 +146,7 @@ def _check_cache(config: RunConfig, memory: ModelMemory) -> None:
 
 def _device_bytes(device: str) -> int | None:
     """Return the memory of the device that a generator uses here; None if it is unknown."""
-    if device == "cpu" or not _has_gpu():
+    if device == "cpu" or not has_gpu():
         limits = (psutil.virtual_memory().total, available_memory())
         return min(limit for limit in limits if limit is not None)
     if shutil.which(_GPU_QUERY[0]) is None:
@@ -158,7 +158,8 @@ def _device_bytes(device: str) -> int | None:
         return None
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Tell whether this machine has a GPU device."""
     return any(Path(device).exists() for device in _GPU_DEVICES)
 
 

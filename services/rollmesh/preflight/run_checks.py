@@ -97,7 +97,7 @@ def check_inline(config: RunConfig) -> None:
             "with generator.engine=torch in another folder"
         )
     launcher = config.launcher
-    counts = {"trainer": launcher.trainer_processes, "agents": launcher.agents_replicas}
+    counts = {"trainer": launcher.least_trainer_processes, "agents": launcher.agents_replicas}
     for service, count in {**configured_replicas(config), **counts}.items():
         if count > 1:
             field = _REPLICA_FIELDS[service]

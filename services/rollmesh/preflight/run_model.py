@@ -82,7 +82,7 @@ class RunModel:
         if adapter is not None:
             trained = sum(map(math.prod, adapted_layers(tensors, adapter).tensors.values()))
             frozen = _FROZEN_BYTES * count
-            alone = config.launcher.trainer_processes == 1
+            alone = config.launcher.least_trainer_processes == 1
             if alone and config.model.dtype == "bfloat16" and config.trainer.device != "cpu":
                 # A trainer on one GPU keeps the frozen linear layers in bfloat16.
                 layers = adapted_layers(tensors, AdapterConfig()).layers.values()
@@ -94,7 +94,7 @@ class RunModel:
             parameter_count=count,
             parameter_bytes=_WEIGHT_AND_GRADIENT + moments + average,
             host_bytes=on_host * trained,
-            trainer_processes=config.launcher.trainer_processes,
+            trainer_processes=config.launcher.least_trainer_processes,
             weight_bytes=element * count,
             cache_bytes=per_token * config.generator.kv_tokens,
             adapter_parameters=None if adapter is None else trained,

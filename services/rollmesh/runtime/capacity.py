@@ -61,7 +61,7 @@ def check_capacity(config: RunConfig, requested: Mapping[str, int], service: str
 
 def check_configured(config: RunConfig, machine: Machine) -> None:
     """Raise ConfigError when the run file starts more service processes than a machine has cores and memory for."""
-    replicas, ranks = configured_replicas(config), config.launcher.trainer_processes
+    replicas, ranks = configured_replicas(config), config.launcher.least_trainer_processes
     total, limit = sum(replicas.values()), machine.cores * PROCESSES_PER_CORE
     if ranks > limit:
         raise ConfigError(
