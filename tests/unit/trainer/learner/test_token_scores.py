@@ -110,15 +110,16 @@ def test_heads_with_code_of_their_own_have_the_scores_and_gradients_of_the_model
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("head", ["trained", "frozen", "capped"])
+@pytest.mark.parametrize("head", ["trained", "frozen", "capped", "half of the tokens truncated"])
 def test_no_pass_over_a_large_vocabulary_holds_more_than_one_chunk_of_logits(head: str) -> None:
     tokens, width, chunk_logits = 60, 16, 1 << 21
     weight = torch.randn(LARGE_VOCAB, width, requires_grad=head != "frozen")
     hidden, targets = torch.randn(tokens, width, requires_grad=True), torch.arange(tokens)
     temperatures, own = torch.full((tokens,), 0.7), capped if head == "capped" else None
+    kept = torch.arange(0, tokens, 2).expand(2, -1) if "truncated" in head else None  # each its own token alone
 
     def score() -> Tensor:
-        columns, options = (targets, temperatures), {"own_logits": own, "chunk_logits": chunk_logits}
+        columns, options = (targets, temperatures, kept), {"own_logits": own, "chunk_logits": chunk_logits}
         return score_tokens(hidden, weight, None, *columns, entropy=True, **options)[0]
 
     def score_without_gradient() -> None:
