@@ -77,11 +77,11 @@ def pool_of(shape: Shape) -> int:
 async def look(store: TrajectoryStore, token: str, shape: Shape, seen: Seen) -> None:
     await store.leadership.reap(token)
     view = await store.mesh.view(shortest=shape.cuts_shortest)
-    seen.most_leased = max(seen.most_leased, view.leased)
     wakes = 1 << 30 if view.resting > MOST_RESTING else max(0, view.policy_train_step)
     await store.leadership.set_desired(token, Desired(pool_size=pool_of(shape), rest_before_step=wakes))
-    if view.recovering:
+    if view.recovering:  # a restored lease may stand beside those that took its place, until its worker registers
         return
+    seen.most_leased = max(seen.most_leased, view.leased)
     room = (STALENESS + 1) * BATCH - view.admitted_unconsumed
     if room > 0:
         at = await store.leadership.cursor()
