@@ -10,6 +10,7 @@ from rollmesh.cli.common import clear_errors, heavy_module
 BENCHES = {
     "engine": "tokens per CPU second of the torch engine, beside Hugging Face generate",
     "train": "a train step on ragged trajectories, beside padded micro-batches",
+    "trl": "updates of the demo, beside TRL's GRPOTrainer",
     "agents": "calls of agents in sessions, beside the same calls sent straight to the generator",
     "queue": "full lives of trajectories in the queue, beside a bare Redis stream",
     "reload": "the time from publishing a policy to serving it, and the pause of running calls",

@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.frame import Measure, Quick, at_least, compared, interleaved
 from benchmarks.models import SMALL, write_random_model
-from benchmarks.workloads import group_of, random_ids, scored
+from benchmarks.shared_prefixes import measure_sharing
+from benchmarks.workloads import group_of_answers, random_ids
 from rollmesh.algorithms.losses import LossInput, loss_options, ppo_clip
 from rollmesh.config.loss_methods import LOSSES
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import Batch, Group, Int32Array, Prompt, Segment, Trajectory
+from rollmesh.types import Batch, Group, Int32Array, Trajectory
 
 VOCAB: int = SMALL["vocab_size"]
 MEDIAN, LONGEST, TOKENS = 99, 520, 16_384
@@ -40,7 +41,8 @@ def run(*, quick: Quick = False) -> list[Measure]:
     """Measure; the ratio of each figure is ours divided by the baseline, so larger is better."""
     with tempfile.TemporaryDirectory() as folder:
         write_demo_model(Path(folder))
-        return _measure(Path(folder), 2 if quick else 5) + _measure_long(Path(folder), 1 if quick else 3)
+        padded = _measure(Path(folder), 2 if quick else 5) + _measure_long(Path(folder), 1 if quick else 3)
+    return padded + measure_sharing(1 if quick else 3)
 
 
 def _measure(folder: Path, repetitions: int) -> list[Measure]:
@@ -115,19 +117,8 @@ def long_batch(seed: int) -> Batch:
 
 
 def _group(rng: np.random.Generator, index: int, lengths: Sequence[int]) -> Group:
-    prompt = Prompt(prompt_id=str(index), token_ids=random_ids(rng, VOCAB, PROMPT), verifier="exact")
-
-    def member(number: int, length: int) -> Trajectory:
-        reward = float(rng.integers(0, 2))
-        segment = Segment(
-            token_ids=random_ids(rng, VOCAB, length),
-            behavior_logprobs=np.full(length, -np.log(VOCAB), np.float32),
-            policy_version=0,
-            kv_min_version=0,
-        )
-        return scored(prompt, f"g{index}", number, (segment,), reward)
-
-    return group_of(index, (member(number, length) for number, length in enumerate(lengths)))
+    answers = [random_ids(rng, VOCAB, length) for length in lengths]
+    return group_of_answers(rng, index, random_ids(rng, VOCAB, PROMPT), answers, VOCAB)
 
 
 def _token_ids(trajectory: Trajectory) -> Int32Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -64,3 +64,17 @@ def group_of(index: int, trajectories: Iterable[Trajectory]) -> Group:
     """Return the group with this admission index."""
     members = tuple(trajectories)
     return Group(group_id=members[0].group_id, admission_index=index, trajectories=members)
+
+
+def group_of_answers(
+    rng: np.random.Generator, index: int, prompt_ids: Int32Array, answers: Sequence[Int32Array], vocab_size: int
+) -> Group:
+    """Return a group of these answers by version 0, with uniform log-probabilities and random rewards of 0 or 1."""
+    prompt = Prompt(prompt_id=str(index), token_ids=prompt_ids, verifier="exact")
+
+    def member(number: int, ids: Int32Array) -> Trajectory:
+        logprobs = np.full(len(ids), -np.log(vocab_size), np.float32)
+        segment = Segment(token_ids=ids, behavior_logprobs=logprobs, policy_version=0, kv_min_version=0)
+        return scored(prompt, f"g{index}", number, (segment,), float(rng.integers(0, 2)))
+
+    return group_of(index, (member(number, ids) for number, ids in enumerate(answers)))

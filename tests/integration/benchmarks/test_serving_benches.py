@@ -1,4 +1,4 @@
-"""The engine and reload benches run and measure what they name; their bars are for an idle machine, and not here."""
+"""The benches of the engine, reload, agents and TRL measure what they name; their bars are for an idle machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 
 from benchmarks.engine import MIXED_SLOTS, mixed_lengths
 from rollmesh.sim.decode_curve import DecodeCurve
+
+from ...kit.environments import python_of
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(660)]
 
@@ -106,3 +108,13 @@ def test_the_agents_bench_plays_sessions_with_tools_and_finds_their_prefixes() -
     assert 0.9 <= share <= 1.0
     assert measures["calls without time in tools"]["value"] > 0
     assert measures["memory of the service after 80 sessions"]["value"] > 50
+
+
+def test_the_bench_of_trl_trains_the_same_task_with_both() -> None:
+    python_of("trl")
+    measures = measured("trl")
+    assert {measures[what]["baseline"] for what in ("updates", "trained tokens")} == {"TRL, one process"}
+    for who in ("TRL, one process", "the demo"):
+        # The untrained model's answers have 60 tokens in the mean, those of a batch within a standard error of 7.
+        assert 35 < measures[f"tokens of an update of {who}"]["value"] < 95
+        assert measures[f"an update of {who}"]["unit"] == "seconds"

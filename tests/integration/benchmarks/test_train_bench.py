@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.models import SMALL
+from benchmarks.shared_prefixes import CASES, bounds_of
 from benchmarks.train import (
     LONG_BUDGET,
     LONGEST,
@@ -22,6 +24,7 @@ from benchmarks.train import (
 )
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.types import Batch
 
 pytestmark = pytest.mark.long
 
@@ -67,3 +70,31 @@ def test_sorted_bins_keep_the_padded_budget() -> None:
     bins = sorted_bins(lengths, 2048)
     assert sorted(i for b in bins for i in b) == list(range(60))
     assert all(len(b) * max(lengths[i] for i in b) <= 2048 for b in bins)
+
+
+def test_the_bounds_of_shared_prefixes_are_those_of_counting() -> None:
+    groups = CASES["single sequences of 124"].groups(np.random.default_rng(0))
+    # Some random prompts begin with the same words by chance, here and below.
+    single = bounds_of(Batch(train_step=1, groups=tuple(groups)), SMALL)
+    assert single == pytest.approx({"tokens": 1, "multiplications": 1}, abs=3e-3)
+    (group,) = CASES["prompts of 512, answers of 512"].groups(np.random.default_rng(0))
+    bounds = bounds_of(Batch(train_step=1, groups=(group,)), SMALL)
+    # 8 of 1,023 tokens are a prompt of 512 and 8 of 511.
+    assert bounds["tokens"] == pytest.approx(8 * 1023 / (512 + 8 * 511), rel=1e-3)
+    # In a layer a token costs 79,872 multiplications, and 192 for each token that it reads; an answer's head 9,216.
+    alone = 3 * (8184 * 79_872 + 8 * 1023 * 512 * 192) + 4096 * 9_216
+    shared = 3 * (4600 * 79_872 + (512 * 513 // 2 + 8 * (1023 * 512 - 512 * 513 // 2)) * 192) + 4096 * 9_216
+    assert bounds["multiplications"] == pytest.approx(alone / shared, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "width" not in name and "words" not in name])
+def test_the_passes_compute_no_more_tokens_than_the_bound(tmp_path: Path, name: str) -> None:
+    write_demo_model(tmp_path)
+    groups = tuple(CASES[name].groups(np.random.default_rng(0)))
+    batch = Batch(train_step=1, groups=groups)
+
+    def forward_tokens(share: bool) -> int:
+        config = TrainerConfig(tokens_per_microbatch=32_768, share_prefixes=share)
+        return PolicyTrainer(tmp_path, config, device="cpu").train(batch, {0: 0}).forward_tokens
+
+    assert forward_tokens(False) / forward_tokens(True) == bounds_of(batch, SMALL)["tokens"]
