@@ -135,6 +135,28 @@ def random_batch(
     return batch_of(*built, train_step=train_step)
 
 
+def forked_groups(seed: int, count: int = 2) -> list[list[Trajectory]]:
+    """Groups of one prompt, forks that share turns of the policy, and single trajectories.
+
+    A member may be the whole beginning of another one, or equal to it. Some turns have a temperature of their own.
+    """
+    rng, groups = np.random.default_rng(seed), []
+    for group in range(count):
+        grown: list[list[Segment]] = []
+        for _ in range(int(rng.integers(1, 6))):
+            other = grown[int(rng.integers(len(grown)))] if grown else []
+            segments = other[: int(rng.integers(len(other) + 1))]
+            if segments and rng.random() < 0.5:
+                segments = [*segments, environment_segment(rng, int(rng.integers(1, 4)))]
+            if not segments or rng.random() < 0.8:
+                cool = 0.7 if rng.random() < 0.3 else 1.0
+                segments = [*segments, policy_segment(rng, int(rng.integers(1, 9)), temperature=cool)]
+            grown.append(segments)
+        prompt = int(rng.integers(1, 9))
+        groups.append([trajectory(f"f{group}.{m}", s, float(m % 2), prompt=prompt) for m, s in enumerate(grown)])
+    return groups
+
+
 def with_kept_sets(batch: Batch, seed: int, *, full: float = 0.0) -> Batch:
     """The batch with a random kept set for each token that a policy wrote, but for a share ``full`` of them."""
     rng = np.random.default_rng(seed)

@@ -48,7 +48,7 @@ from rollmesh.trainer.service.publishing import canary_sequences
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.types import PolicyRecord
 
-from ...kit.made_batches import VOCAB, batch_of, policy_segment, random_batch, trajectory, with_kept_sets
+from ...kit.made_batches import VOCAB, batch_of, forked_groups, policy_segment, random_batch, trajectory, with_kept_sets
 
 STEPS = 3
 VERSIONS = {v: v for v in range(8)}
@@ -72,7 +72,8 @@ ADAPTER = AdapterConfig(rank=4, alpha=8)
 def make_trainer(folder: Path, recipe: str, world: World, versions: Path) -> PolicyTrainer:
     """A float64 trainer with small micro-batches and two minibatches; version 0 is ``folder``.
 
-    Several ranks have their moments in host memory in half of the recipes, and are compared with one in AdamW.
+    Several ranks share prefixes, and have their moments in host memory in half of the recipes; they are compared with
+    one in AdamW that shares none.
     """
     algorithm = AlgorithmConfig(**RECIPES[recipe])
     config = TrainerConfig(
@@ -83,6 +84,7 @@ def make_trainer(folder: Path, recipe: str, world: World, versions: Path) -> Pol
         tokens_per_microbatch=48,
         gradient_checkpointing=True,
         optimizer="adamw_offload" if world.size > 1 and "snapshot" in recipe else "adamw",
+        share_prefixes=world.size > 1,
         algorithm=algorithm,
     )
     return PolicyTrainer(
@@ -102,6 +104,7 @@ def run(trainer: PolicyTrainer, out: Path) -> list[object]:
     for step in range(1, STEPS + 1):
         # Five trajectories make an odd number of micro-batches, so that one rank gets a dummy.
         batch = random_batch(step, groups=5, members=1 + 2 * (step % 2), train_step=step, versions=3)
+        batch = batch_of(*(list(group.trajectories) for group in batch.groups), *forked_groups(step), train_step=step)
         if step > 1:  # every token truncated, and some
             batch = with_kept_sets(batch, step, full=0.3 * (step - 2))
         reports.append(trainer.train(batch, VERSIONS).to_json())

@@ -15,16 +15,23 @@ from rollmesh.errors import DataError
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
-from ....kit.made_batches import random_batch
+from ....kit.made_batches import batch_of, forked_groups, random_batch
 from ....kit.trainer_reference import largest_difference
 from .conftest import VERSIONS, ModelMaker, exported
 
 BATCH = random_batch(11, groups=5, train_step=3, versions=3)
+BATCH = batch_of(*(list(g.trajectories) for g in BATCH.groups), *forked_groups(3), train_step=3)
 
 
-def trainer_at_step_two(folder: Path, dtype: torch.dtype, **algorithm: Any) -> PolicyTrainer:
+def trainer_at_step_two(
+    folder: Path, dtype: torch.dtype, *, share_prefixes: bool = True, **algorithm: Any
+) -> PolicyTrainer:
     config = TrainerConfig(
-        learning_rate=1e-2, max_grad_norm=0.5, tokens_per_microbatch=60, algorithm=AlgorithmConfig(**algorithm)
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        tokens_per_microbatch=60,
+        share_prefixes=share_prefixes,
+        algorithm=AlgorithmConfig(**algorithm),
     )
     name = str(dtype).removeprefix("torch.")
     trainer = PolicyTrainer(folder, config, dtype=name, compute_dtype=dtype)
@@ -59,16 +66,16 @@ def test_parts_in_any_order_give_the_step_of_the_whole_batch(
     make_model: ModelMaker, dtype: torch.dtype, most: float, algorithm: dict[str, Any]
 ) -> None:
     folder = make_model("qwen2")
-    whole, parts = (trainer_at_step_two(folder, dtype, **algorithm) for _ in range(2))
+    whole, parts = (trainer_at_step_two(folder, dtype, share_prefixes=share, **algorithm) for share in (False, True))
     if "kl_coefficient" in algorithm:
         for trainer in (whole, parts):
             trainer._old_logprob_scorer._versions._folder = lambda version: folder
     expected = whole.train(BATCH, VERSIONS)
     parts.accumulate([BATCH.groups[3], BATCH.groups[1]], VERSIONS)
-    parts.accumulate([BATCH.groups[0]], VERSIONS)
-    assert parts.accumulated_group_ids == {"g0", "g1", "g3"}
+    parts.accumulate([BATCH.groups[0], BATCH.groups[5]], VERSIONS)
+    assert parts.accumulated_group_ids == {"g0", "g1", "g3", "f0"}
     report = parts.train(BATCH, VERSIONS)
-    assert (expected.groups_before_cut, report.groups_before_cut) == (0, 3)
+    assert (expected.groups_before_cut, report.groups_before_cut) == (0, 4)
     assert report.loss == pytest.approx(expected.loss, rel=most, abs=most)
     assert report.grad_norm == pytest.approx(expected.grad_norm, rel=most)
     # The sums over packed sequences are rounded in another order.

@@ -28,9 +28,9 @@ from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
 from rollmesh.trainer.learner.policy_scorer import _Float64
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
-from rollmesh.types import Batch, Int32Array, Segment
+from rollmesh.types import Int32Array
 
-from ....kit.made_batches import VOCAB, batch_of, environment_segment, policy_segment, trajectory
+from ....kit.made_batches import VOCAB, batch_of, forked_groups, policy_segment, trajectory, with_kept_sets
 from ....kit.trainer_reference import largest_difference
 from .conftest import VERSIONS, ModelMaker
 from .test_packing import OTHERS, alone
@@ -40,32 +40,11 @@ PLAIN = Compute(device=CPU, world=World(), token_budget=48, autocast=False)
 SHARED = replace(PLAIN, least_saved=1)
 
 
-def forked_batch(seed: int, step: int = 1) -> Batch:
-    """Groups of one prompt, forks that share turns of the policy, and single trajectories.
-
-    A member may be the whole beginning of another one, or equal to it. Some turns have a temperature of their own.
-    """
-    rng, groups = np.random.default_rng(seed), []
-    for group in range(int(rng.integers(1, 4))):
-        grown: list[list[Segment]] = []
-        for _ in range(int(rng.integers(1, 6))):
-            other = grown[int(rng.integers(len(grown)))] if grown else []
-            segments = other[: int(rng.integers(len(other) + 1))]
-            if segments and rng.random() < 0.5:
-                segments = [*segments, environment_segment(rng, int(rng.integers(1, 4)))]
-            if not segments or rng.random() < 0.8:
-                cool = 0.7 if rng.random() < 0.3 else 1.0
-                segments = [*segments, policy_segment(rng, int(rng.integers(1, 9)), temperature=cool)]
-            grown.append(segments)
-        prompt = int(rng.integers(1, 9))
-        groups.append([trajectory(f"g{group}.{m}", s, float(m % 2), prompt=prompt) for m, s in enumerate(grown)])
-    return batch_of(*groups, train_step=step)
-
-
 def flat_batch(seed: int) -> TrainBatch:
-    """The same, flat, with random advantages."""
-    flat, rng = build_train_batch(forked_batch(seed), VERSIONS, None), np.random.default_rng(seed)
-    return replace(flat, advantages=rng.normal(size=flat.trajectory_count))
+    """Forks with random advantages, every other batch with kept sets."""
+    batch = batch_of(*forked_groups(seed, 1 + seed % 3))
+    flat = build_train_batch(with_kept_sets(batch, seed, full=0.3) if seed % 2 else batch, VERSIONS, None)
+    return replace(flat, advantages=np.random.default_rng(seed).normal(size=flat.trajectory_count))
 
 
 def columns_of(flat: TrainBatch, logprobs: np.ndarray) -> TokenColumns:
@@ -174,7 +153,20 @@ def test_train_steps_end_with_the_weights_of_plain_ones(
         config = TrainerConfig.model_validate({"learning_rate": 1e-2, "share_prefixes": share, **settings})
         trainer = PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64)
         for step in (1, 2):
-            tokens[share, step] = trainer.train(forked_batch(step, step), VERSIONS).forward_tokens
+            tokens[share, step] = trainer.train(
+                batch_of(*forked_groups(step), train_step=step), VERSIONS
+            ).forward_tokens
         weights.append({k: v for k, v in trainer.state_tensors().items() if k.startswith("model.")})
     assert tokens[True, 2] < 0.8 * tokens[False, 2]
     assert largest_difference(*weights) < 1e-10
+
+
+def test_what_is_recorded_at_the_end_of_a_stage_is_that_of_plain_passes(make_model: ModelMaker) -> None:
+    members = [member for group in forked_groups(4) for member in group]
+    recorded = []
+    for share in (False, True):
+        trainer = PolicyTrainer(make_model(), TrainerConfig(share_prefixes=share), compute_dtype=torch.float64)
+        assert trainer.end_stage(members, VERSIONS) == len(members)
+        recorded.append(trainer._stage.values())
+    np.testing.assert_allclose(recorded[1], recorded[0], atol=1e-5)
+    assert len(recorded[0]) == sum(member.response_token_count for member in members)
