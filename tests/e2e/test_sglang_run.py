@@ -1,4 +1,4 @@
-"""The whole mesh on two real SGLang servers, one of which is killed on the way: with full weights, and adapters."""
+"""The whole mesh on two real SGLang servers, one of which is killed on the way: truncated sampling, and adapters."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SERVER_SECONDS = 600.0
 LOGS = ("logs/generator-0.log", "logs/generator-1.log")
 
 
-@pytest.fixture(params=["full weights", "adapters"])
+@pytest.fixture(params=["full weights, truncated sampling", "adapters"])
 def sections(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A run on the real server; skips where it is not installed."""
     server = {
         "python": str(python_of("sglang-cpu")),
         "environment": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
     }
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"rollout": {"top_p": 0.95, "min_p": 0.01}}
     if request.param == "adapters":
         server["environment"].update(UNPINNED)
         # Each batch waits for its own version: no version but the last one may be without tokens in a batch.

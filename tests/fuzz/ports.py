@@ -51,6 +51,8 @@ _KNOWN_FIELDS: Mapping[str, Sequence[Any]] = {
     "temperature": (1.0,),
     "top_p": (1.0,),
     "top_k": (0, 5),
+    "min_p": (0.0, 0.1),
+    "kept_tokens": (0, 8),
     "stop_token_ids": (1, 2),
     "min_policy_version": (0,),
     "pinned_policy_version_plus_one": (0,),

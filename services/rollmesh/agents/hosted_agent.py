@@ -92,6 +92,7 @@ class _HostedAgent:
             **session.describe(config.name, with_task=True),
             "base_url": f"{self._url}/sessions/{session.session_id}/v1",
             "temperature": config.rollout.temperature,
+            "top_p": config.rollout.top_p,
         }
         work = asyncio.ensure_future(self._reward(session, row))
         try:

@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     """Most likely tokens kept in training rollouts; 0 and -1 keep all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Smallest probability kept in training rollouts, as a share of the most likely token's; 0 keeps all."""
-    kept_tokens: int = Field(default=1024, ge=2, le=4095)
+    kept_tokens: int = Field(default=1024, ge=2, le=4095)  # an SGLang server returns up to 4096 by default
     """Largest set that a token may be drawn from where sampling is truncated. A trajectory with a larger set becomes a
     dead letter; ``top_k`` bounds the sets."""
     partial_save_tokens: int = Field(default=64, ge=1, le=8192)

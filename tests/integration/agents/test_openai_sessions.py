@@ -100,7 +100,8 @@ async def test_a_session_refuses_what_could_not_be_trained_on(make_mesh: Callabl
 
 
 async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: Callable[..., Any]) -> None:
-    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
+    """The run truncates sampling: the tokens of the agent have kept sets, those that it sends have none."""
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1}, rollout={"top_p": 0.9, "top_k": 20})
     async with mesh.api() as api, http_of(api) as http:
         agent, other = [await Agent.open(api, http) for _ in range(2)]
         await agent.turn()
@@ -121,6 +122,11 @@ async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: C
         assert [t.shaped_reward for t in trajectories] == [1.0, 0.0, 1.0]
         child = trajectories[2]
         assert child.segments[0].source is SegmentSource.ENVIRONMENT
+        for segment in (s for t in trajectories for s in t.segments):
+            assert (segment.kept_sets is not None) == (segment.source is SegmentSource.POLICY)
+            assert (
+                segment.kept_sets is None or 1 <= segment.kept_sets.counts.min() <= segment.kept_sets.counts.max() <= 20
+            )
         text = mesh.tokenizer.decode(child.response_ids, special_tokens=True)
         assert "a summary of what I said" in text
         for each in (agent, other):

@@ -69,8 +69,8 @@ class VerifiersAgent:
                     "task_data": task_data,
                     "client": {"type": "eval", "base_url": row["base_url"], "api_key_var": KEY_VARIABLE},
                     "model": row["model"],
-                    # A harness that asks for another temperature would be refused.
-                    "sampling": {"temperature": row["temperature"], "top_p": 1.0},
+                    # A harness that asks for others would be refused.
+                    "sampling": {"temperature": row["temperature"], "top_p": row["top_p"]},
                 }
             )
         finally:

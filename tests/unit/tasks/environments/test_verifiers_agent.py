@@ -18,7 +18,13 @@ from rollmesh.tasks.environments.environment_protocol import EnvironmentFailed, 
 
 from ....kit.waiting import reached
 
-ROW = {"task": {"task_data": json.dumps({"prompt": "?"})}, "base_url": "u", "model": "m", "temperature": 1.0}
+ROW = {
+    "task": {"task_data": json.dumps({"prompt": "?"})},
+    "base_url": "u",
+    "model": "m",
+    "temperature": 1.0,
+    "top_p": 0.9,
+}
 AGENT = {"name": "agent", "trainable": True, "config": {"client": {"base_url": "u"}}}
 REWARDS = {"right": {"score": 0.5, "weight": 2.0}, "style": {"score": 3.0, "weight": 0.1}, "unknown": None}
 TRACE = {"agent": AGENT, "rewards": REWARDS, "metrics": {"turns": 2.0, "rate": float("nan")}}
@@ -88,7 +94,7 @@ async def test_the_reward_is_the_weighted_sum_and_answers_to_others_do_not_count
     request = server.asked[1][2]
     assert request["task_data"] == {"prompt": "?"} and request["model"] == "m"
     assert request["client"] == {"type": "eval", "base_url": "u", "api_key_var": "ROLLMESH_API_KEY"}
-    assert request["sampling"] == {"temperature": 1.0, "top_p": 1.0}
+    assert request["sampling"] == {"temperature": 1.0, "top_p": 0.9}
 
 
 async def frames(server: Router, client: bytes, request: bytes) -> None:
