@@ -225,8 +225,7 @@ class Fp32Copy:
         if self._copy is None:
             dtype = next(self._model.parameters()).dtype
             self._copy = self._source.load(dtype=dtype, device=self.compute.device)
-            self._copy.requires_grad_(False)
-            shard(self._copy, self._copy.causal_lm, self.compute.world, mixed=False)
+            frozen_model(self._copy, self.compute)
         current = self._model.trained_parameters()
         for name, target in self._copy.trained_parameters().items():
             local_part(target).copy_(local_part(current[name]))

@@ -107,7 +107,7 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
                 "from the model's own attention (the model does not use transformers' attention interface, carries "
                 "state across positions, has a dropout, or builds a mask that it does not pass on)"
             )
-        return _head_is_linear(causal_lm, _packed(ids)[0], packed)
+        return _head_is_linear(causal_lm, _packed(ids)[0], packed[-1:])
 
 
 @torch.no_grad()
@@ -206,8 +206,8 @@ def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
         del module.forward
 
 
-def _head_is_linear(causal_lm: Any, inputs: dict[str, Any], hidden: Tensor) -> bool:
-    """Tell whether large logits too are the head of the hidden states, [tokens, width].
+def _head_is_linear(causal_lm: Any, inputs: dict[str, Any], last: Tensor) -> bool:
+    """Tell whether large logits too are the head of the hidden states; ``last`` is that of the last token, [1, width].
 
     Raises ConfigError if they are not, and not the model's own code of the hidden states either.
     """
@@ -216,21 +216,25 @@ def _head_is_linear(causal_lm: Any, inputs: dict[str, Any], hidden: Tensor) -> b
 
     def enlarge(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
         large = given[0] * (_LARGE_HIDDEN / given[0].abs().max().clamp(min=1e-9))
-        seen.append((given[0][0], large[0]))
+        seen.append((given[0][0, -1:], large[0, -1:]))
         return (large,)
+
+    def logits() -> Tensor:
+        of_last: Tensor = causal_lm(**inputs, use_cache=False, logits_to_keep=1).logits[0, -1:]
+        return of_last
 
     handle = head.register_forward_pre_hook(enlarge)
     try:
-        logits = causal_lm(**inputs, use_cache=False).logits[0]
+        large = logits()
     finally:
         handle.remove()
-    if len(seen) == 1 and _equal(seen[0][0], hidden) and _equal(logits, head(seen[0][1])):
+    if len(seen) == 1 and _equal(seen[0][0], last) and _equal(large, head(seen[0][1])):
         return True
     try:
-        own = own_logits(causal_lm, hidden, head.forward)
+        own = own_logits(causal_lm, last, head.forward)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"model.path: {type(causal_lm).__name__} cannot be trained: {error}") from error
-    if not _equal(own, causal_lm(**inputs, use_cache=False).logits[0]):
+    if not _equal(own, logits()):
         raise ConfigError(
             f"model.path: {type(causal_lm).__name__} cannot be trained: its logits depend on more than the last hidden "
             "states of its base model"

@@ -142,7 +142,7 @@ class PolicyTrainer:
         recipe, rate = plan.recipe, plan.settings.learning_rate
         set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
         if not self._parts.fit(batch, plan.settings):
-            self.forget_parts()  # they were accumulated under other settings, or are of another batch
+            self._parts.forget()  # they were accumulated under other settings, or are of another batch
         self._begin_pass(plan)
         early, scoring_seconds = len(self._parts.group_ids), 0.0
         if early:
@@ -218,10 +218,6 @@ class PolicyTrainer:
         self._begin_pass(plan)
         self._parts.add(plan, groups)
 
-    def forget_parts(self) -> None:
-        """Drop the gradients of all parts: their batch is not trained on these weights."""
-        self._parts.forget()
-
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
         """Score each token given its predecessors: float32 [tokens - 1] per sequence of >= 2 tokens.
 
@@ -283,7 +279,7 @@ class PolicyTrainer:
         """Drop stage records, parts and the average: after a rollback they are of an abandoned branch."""
         self._stage.keep(())
         self._average.drop()
-        self.forget_parts()
+        self._parts.forget()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state (``PolicyState.tensors``)."""
@@ -300,5 +296,5 @@ class PolicyTrainer:
     def restore_extra(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor] = _NO_TENSORS) -> None:
         """Restore ``state_extra`` after its ``tensors_to_fill`` are ``filled``."""
         self.train_step = int(extra["train_step"])
-        self.forget_parts()
+        self._parts.forget()
         self._state.restore(extra, filled)

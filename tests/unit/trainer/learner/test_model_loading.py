@@ -26,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from benchmarks.allocation import peak_bytes
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.learner.distributed import World
@@ -97,6 +98,13 @@ def test_soft_capped_logits_of_a_new_model_are_no_plain_linear_head(tmp_path: Pa
     expected = logits.log_softmax(-1).gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
     compute = Compute(device=CPU, world=World(), token_budget=64, autocast=False)
     assert np.abs(score_sequences(model, compute, [ids], 1.0)[0] - expected.numpy()).max() < 1e-4
+
+
+def test_the_check_of_a_long_window_computes_the_logits_of_one_token(tmp_path: Path) -> None:
+    window, words = 512, 100_000
+    write_new_model(tmp_path, Gemma2Config(**{**SHAPE, "vocab_size": words}, head_dim=8, sliding_window=window))
+    peak = peak_bytes(lambda: load_policy_model(tmp_path, dtype=torch.float32, device=CPU, longest=window + 1))
+    assert peak < 4 * window * words / 2
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
