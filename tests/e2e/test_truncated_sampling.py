@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.types import Batch, Segment, SegmentSource
 
 from ..chaos.judge import judge
+from ..kit.environments import python_of
 from ..kit.made_batches import sets_of
 from .conftest import CommandLine, assert_rescored
 
@@ -51,10 +53,26 @@ def with_one_set_altered(batch: Batch) -> tuple[Batch, int]:
     return replace(batch, groups=tuple(groups)), altered.policy_version
 
 
+@pytest.fixture(params=["torch", "sglang"])
+def sections(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A run on each engine; skips where the real server is not installed."""
+    rollout = {"top_p": 0.9, "min_p": 0.02}
+    if request.param == "torch":
+        return {"rollout": rollout}
+    server = {
+        "python": str(python_of("sglang-cpu")),
+        "environment": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+    }
+    return {
+        "rollout": rollout,
+        "generator": {"engine": "sglang", "device": "cpu", "replicas": 1, "slots": 32, "sglang": server},
+    }
+
+
 def test_a_run_with_truncated_sampling_is_trained_over_its_kept_sets_and_an_altered_set_is_found(
-    small_run: Callable[..., CommandLine],
+    small_run: Callable[..., CommandLine], sections: dict[str, Any]
 ) -> None:
-    line = small_run(rollout={"top_p": 0.9, "min_p": 0.02}, evaluation={"before_and_after": False})
+    line = small_run(**sections, evaluation={"before_and_after": False})
     done = line.run("up", str(line.run_file))
     assert done.returncode == 0, done.stdout + done.stderr
     assert_rescored(line.audit())
