@@ -68,7 +68,7 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass of training rollouts, of the tokens that ``top_k`` keeps; 1 keeps all. Where top_p, top_k or min_p
     truncate, every token carries the set that it was drawn from, and training, its audit and all log-probabilities
-    renormalise over this set (docs/methods.md)."""
+    renormalise over this set (docs/truncated-sampling.md)."""
     top_k: Annotated[int, AfterValidator(_off_or_a_choice)] = Field(default=0, ge=-1)
     """Most likely tokens kept in training rollouts; 0 and -1 keep all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
