@@ -120,20 +120,22 @@ class Tokenizer:
 
         Raises DataError for an id outside [0, vocab_size).
         """
-        array = np.asarray(ids, np.int64)
-        self._check_range(array)
-        return str(self._tokenizer.decode(array.tolist(), skip_special_tokens=not special_tokens))
+        listed = ids if isinstance(ids, list) else np.asarray(ids, np.int64).tolist()
+        if listed and not 0 <= min(listed) <= max(listed) < self.vocab_size:
+            self._check_range(np.array(listed, np.int64))
+        return str(self._tokenizer.decode(listed, skip_special_tokens=not special_tokens))
 
     def without_special_tokens(self, text: str) -> str:
         """Return a text that was decoded with special tokens without them."""
-        for token in self._special_texts:
+        for token in self.special_tokens.values():
             text = text.replace(token, "")
         return text
 
     @cached_property
-    def _special_texts(self) -> list[str]:
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        return [token.content for token in added if token.special]
+    def special_tokens(self) -> Mapping[int, str]:
+        """Texts of the tokens that ``decode`` leaves out, by id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
 
     def pieces(self, ids: npt.ArrayLike) -> list[str]:
         """Return the text that each token [tokens] adds, special tokens included; joined, the text of the sequence.

@@ -234,10 +234,15 @@ class SessionTrajectory:
         }
 
     async def save_mark(self, rollout: RolloutContext, **changes: Any) -> None:
-        """Save changes of the mark, then apply them; Conflict if another session in progress has the session's name."""
+        """Save changes of the mark, with all tokens before it, then apply them.
+
+        Conflict if another session in progress has the session's name.
+        """
+        active = rollout.active
         async with self._saving:
             mark = replace(self.mark, **changes)
-            await _keep(mark, rollout)
+            unsaved = rollout.pinned_version is None and active.saved_token_count < active.token_count
+            await (rollout.save if unsaved else rollout.keep_snapshot)(active, *_stored(mark))
             self.mark = mark
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:
@@ -255,7 +260,7 @@ class SessionTrajectory:
                 if registrations != active.registrations:  # Redis may have lost the newest mark
                     registrations = active.registrations
                     async with self._saving:
-                        await _keep(self.mark, rollout)
+                        await rollout.keep_snapshot(active, *_stored(self.mark))
                 if not self.busy:
                     if self.mark.ended and not self.given_up:
                         return self._result()
@@ -356,5 +361,6 @@ class SessionTrajectory:
         await asyncio.wait([self._waiter], timeout=seconds)
 
 
-async def _keep(mark: AgentMark, rollout: RolloutContext) -> None:
-    await rollout.keep_snapshot(rollout.active, mark.to_bytes(), root_of(mark.session_id), mark.session_name)
+def _stored(mark: AgentMark) -> tuple[bytes, str, str]:
+    """Return a mark as it is stored, the id of its session's team, and the session's name."""
+    return mark.to_bytes(), root_of(mark.session_id), mark.session_name

@@ -10,10 +10,11 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rollmesh.agents.chat_format import AnswerMessage
 from rollmesh.agents.openai_errors import unavailable
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.segments import slice_segment
@@ -149,8 +150,7 @@ def policy_segments(segments: Sequence[Segment], start: int) -> list[Segment]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """One token of an answer and its log-probability."""
 
     token_id: int
@@ -177,6 +177,8 @@ class AnswerTurn:
         self._answer: str | None = None
         self.cached_token_count = 0
         """Context tokens that its first generation call found in a prefix cache."""
+        self.said: AnswerMessage | None = None
+        """Message of the complete answer, once it is read."""
 
     @property
     def stopped(self) -> bool:
@@ -283,7 +285,6 @@ class TextStream:
         self._read = len(self._window)
         self._read_length = self._length = -1
         """Lengths of the text of the decoded tokens of the window, and of all of it; -1 before they are needed."""
-        self._special: dict[int, bool] = {}
         self.raw = ""
         """Text of all whole characters so far, including special tokens."""
         self.text = ""
@@ -295,7 +296,7 @@ class TextStream:
 
     def push(self, token_id: int) -> None:
         self._window.append(token_id)
-        special = self._is_special(token_id)
+        special = token_id in self._tokenizer.special_tokens
         waiting = len(self._window) - self._read
         piece = self._piece()
         if special or not piece.endswith(_BROKEN) or waiting > _LONGEST_CHARACTER_TOKENS:
@@ -334,13 +335,6 @@ class TextStream:
         if len(self._window) > _MOST_WINDOW_TOKENS:
             self._window, self._read_length = self._window[-_CONTEXT_TOKENS:], -1
         self._read = len(self._window)
-
-    def _is_special(self, token_id: int) -> bool:
-        known = self._special.get(token_id)
-        if known is None:
-            hidden = not self._tokenizer.decode([token_id])
-            known = self._special[token_id] = hidden and bool(self._tokenizer.decode([token_id], special_tokens=True))
-        return known
 
 
 def find_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:

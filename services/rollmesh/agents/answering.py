@@ -58,13 +58,24 @@ class Answering:
             await self._service.check_place(named, here=is_answered_here(request))
         call = _Call(self._service, endpoint, recorded=bool(named))
         try:
-            session, parsed, answers = await unless_disconnected(
-                request, self._start(request, body, named), self._service.drain
+            return await unless_disconnected(
+                request, self._begun(request, body, named, call, answer_format), self._service.drain
             )
         except BaseException as error:
-            call.end(_outcome_of(error))
+            await call.close(_outcome_of(error))
             raise
-        options = body.stream_options
+
+    async def _begun(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        named: str,
+        call: _Call,
+        answer_format: Callable[..., AnswerFormat],
+    ) -> Response:
+        """Return the whole answer, or a stream whose first piece is there: an early failure still has a status."""
+        session, parsed, answers = await self._start(request, body, named)
+        options, endpoint = body.stream_options, call.endpoint
         shape = answer_format(
             endpoint=endpoint,
             answer_id=f"{_ID_PREFIXES[endpoint]}{secrets.token_hex(12)}",
@@ -72,7 +83,7 @@ class Answering:
             model=body.model,
             logprobs=body.wants_logprobs,
             token_ids=bool(body.return_token_ids) or endpoint == "generate",
-            contexts=[answer.context_ids.tolist() for answer in answers[:: body.n or 1]],
+            contexts=[answer.context_ids for answer in answers[:: body.n or 1]],
             choices_per_context=body.n or 1,
             read=None if parsed.read is None else partial(parsed.read, answers[0].context_ids),
             streams=parsed.streams,
@@ -80,15 +91,12 @@ class Answering:
         )
         session_id = "" if session is None else session.session_id
         call.began(answers, shape)
+        headers = {SESSION_HEADER: session_id} if session_id else {}
         if body.stream:
-            return await self._streamed(request, call, shape, session_id)
-        try:
-            whole = await unless_disconnected(request, call.whole(shape, session_id), self._service.drain)
-        except BaseException as error:
-            await call.close(_outcome_of(error))
-            raise
+            return await _streamed(call, shape, session_id, headers)
+        whole = await call.whole(shape, session_id)
         await call.close("answered")
-        return JSONResponse(whole, headers=_headers(session_id))
+        return JSONResponse(whole, headers=headers)
 
     async def _start(
         self, request: Request, body: ChatRequest | CompletionRequest, named: str
@@ -116,31 +124,26 @@ class Answering:
         read = partial(parse_request, body, self._service.config, self._service.formats, index)
         return await aside(read, int(request.headers.get("content-length", MOST_CHARACTERS)))
 
-    async def _streamed(self, request: Request, call: _Call, shape: AnswerFormat, session_id: str) -> Response:
-        events = call.events(shape, session_id)
+
+async def _streamed(call: _Call, shape: AnswerFormat, session_id: str, headers: Mapping[str, str]) -> Response:
+    events = call.events(shape, session_id)
+    first = await anext(events)
+
+    async def stream() -> AsyncGenerator[bytes, None]:
         try:
-            # Compute the first piece before the status is sent: an early failure is then answered with an error status.
-            first = await unless_disconnected(request, anext(events), self._service.drain)
-        except BaseException as error:
-            await events.aclose()
-            await call.close(_outcome_of(error))
-            raise
+            yield first
+            async for event in events:
+                yield event
+            call.outcome = "answered"
+        except Exception as error:
+            call.outcome = _outcome_of(error)
+            yield shape.failed(as_openai(error))
 
-        async def stream() -> AsyncGenerator[bytes, None]:
-            try:
-                yield first
-                async for event in events:
-                    yield event
-                call.outcome = "answered"
-            except Exception as error:
-                call.outcome = _outcome_of(error)
-                yield shape.failed(as_openai(error))
+    async def end() -> None:
+        await events.aclose()
+        await call.close(call.outcome)
 
-        async def end() -> None:
-            await events.aclose()
-            await call.close(call.outcome)
-
-        return EventStream(stream(), end, headers=_headers(session_id))
+    return EventStream(stream(), end, headers=headers)
 
 
 class _Call:
@@ -149,7 +152,7 @@ class _Call:
     def __init__(self, service: OpenAiService, endpoint: Endpoint, *, recorded: bool) -> None:
         self._metrics = service.metrics
         self._drain = service.drain
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._recorded = "yes" if recorded else "no"
         self._begun = time.monotonic()
         self._answers: Sequence[AnswerInProgress] = ()
@@ -172,7 +175,7 @@ class _Call:
         self._ended = True
         metrics = self._metrics
         metrics.running.dec()
-        metrics.calls.labels(endpoint=self._endpoint, recorded=self._recorded, outcome=outcome).inc()
+        metrics.calls.labels(endpoint=self.endpoint, recorded=self._recorded, outcome=outcome).inc()
         metrics.call_seconds.observe(time.monotonic() - self._begun)
         if outcome == "answered":
             metrics.last_answer.set_to_current_time()
@@ -190,10 +193,17 @@ class _Call:
 
     async def whole(self, shape: AnswerFormat, session_id: str) -> dict[str, Any]:
         choices = [Choice() for _ in self._answers]
-        async with aclosing(self._merged()) as merged:
+        async with aclosing(self._merged() if len(choices) > 1 else self._only()) as merged:
             async for index, delta in merged:
                 choices[index].add(delta)
-        return shape.whole(choices, self._extra(session_id))
+        body = shape.whole(choices, self._extra(session_id))
+        self._keep_messages(choices)
+        return body
+
+    def _keep_messages(self, choices: Sequence[Choice]) -> None:
+        """Keep what the answers say for the call that continues them."""
+        for answer, choice in zip(self._answers, choices, strict=True):
+            answer.turn.said = choice.message.whole
 
     async def events(self, shape: AnswerFormat, session_id: str) -> AsyncGenerator[bytes, None]:
         choices = [Choice() for _ in self._answers]
@@ -209,7 +219,14 @@ class _Call:
                 choices[index].add(delta)
                 if event:
                     yield event
+        self._keep_messages(choices)
         yield shape.last(choices, self._extra(session_id))
+
+    async def _only(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield the deltas of the one answer, whose caller ends it at a shutdown."""
+        async for delta in self._answers[0].deltas:
+            self._saw(delta)
+            yield 0, delta
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield the deltas of all answers as they arrive, each with the index of its answer."""
@@ -237,12 +254,15 @@ class _Call:
                 if item is None:
                     left -= 1
                     continue
-                if item[1].text and not self._first_text_seen:
-                    self._first_text_seen = True
-                    self._metrics.first_text_seconds.observe(time.monotonic() - self._begun)
+                self._saw(item[1])
                 yield item
         finally:
             await cancel_and_wait(*readers)
+
+    def _saw(self, delta: Delta) -> None:
+        if delta.text and not self._first_text_seen:
+            self._first_text_seen = True
+            self._metrics.first_text_seconds.observe(time.monotonic() - self._begun)
 
     def _extra(self, session_id: str) -> dict[str, Any]:
         """Return the fields that OpenAI's API does not define."""
@@ -251,10 +271,6 @@ class _Call:
         if session_id:
             extra |= {"session": session_id, "trajectory": self._answers[0].trajectory_id}
         return extra
-
-
-def _headers(session_id: str) -> dict[str, str]:
-    return {SESSION_HEADER: session_id} if session_id else {}
 
 
 def _outcome_of(error: BaseException) -> str:

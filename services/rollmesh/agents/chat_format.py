@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_args
@@ -89,12 +89,18 @@ class RendererFormat:
         except RecursionError as error:
             raise DataError("the lists and objects of tools or arguments are nested too deeply") from error
 
-    def answer_lines(self, context_ids: Int32Array, answer_ids: Int32Array, tools: Tools) -> tuple[str, str]:
-        """Return the line of an answer in the transcript of a later call: with its calls read, and left as text."""
-        read, unread = (
-            self.message(context_ids, answer_ids.tolist(), tools, read_calls=read_calls) for read_calls in (True, False)
-        )
-        return _answer_line(read), _answer_line(unread)
+    def answer_lines(
+        self, context_ids: Int32Array, answer_ids: Int32Array, tools: Tools, said: AnswerMessage | None = None
+    ) -> Iterator[str]:
+        """Yield the lines that an answer may have in the transcript of a later call.
+
+        First that of ``said``, the message that its client got, where it is known; then with its calls read, and left
+        as text.
+        """
+        if said is not None:
+            yield _answer_line(said)
+        for read_calls in (True, False):
+            yield _answer_line(self.message(context_ids, answer_ids.tolist(), tools, read_calls=read_calls))
 
     def ids(self, messages: Sequence[Message], tools: Tools) -> Int32Array:
         """Return the tokens of a conversation and of the beginning of an answer; DataError for refused messages."""
@@ -364,5 +370,4 @@ def _plain(arguments: str) -> Any:
         return arguments
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode

@@ -35,7 +35,10 @@ async def unless(work: Awaitable[T], *ends: Awaitable[OpenAiError]) -> T:
             return task.result()
         raise next(other.result() for other in others if other.done())
     finally:
-        await cancel_and_wait(task, *others)
+        for other in others:
+            other.cancel()
+        if not task.done():
+            await cancel_and_wait(task)
 
 
 async def _disconnected(request: Request) -> OpenAiError:

@@ -12,7 +12,7 @@ renders it differently), no recorded id can be kept: the context has drifted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,7 +111,7 @@ def match_next(
     mark: TurnMark,
     tail: Tail,
     recorded_ids: Int32Array,
-    written_answer: Callable[[], Sequence[str]],
+    written_answer: Callable[[], Iterable[str]],
     encode: Callable[[str], Int32Array | None],
 ) -> Match:
     """Compare a context with a trajectory that has at least one turn.
@@ -126,11 +126,14 @@ def match_next(
         return Differs(why="the conversation before the newest answer differs from the recorded one")
     if not rest:
         return Repeats()
-    texts = written_answer()
-    written = next((text for text in texts if text and rest.startswith(text)), None)
-    if written is None:
+    others: list[str] = []
+    for written in written_answer():
+        if written and rest.startswith(written):
+            break
+        others.append(written)
+    else:
         return Differs(
-            why=f"the newest answer was recorded as {shortened(texts[0])!r} and was sent back as {shortened(rest)!r}"
+            why=f"the newest answer was recorded as {shortened(others[0])!r} and was sent back as {shortened(rest)!r}"
         )
     new_ids = encode(rest[len(written) :])
     if new_ids is None:

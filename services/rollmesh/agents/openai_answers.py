@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rollmesh.agents.answer_stream import Delta, TokenLogprob
 from rollmesh.agents.chat_format import AnswerMessage
 from rollmesh.agents.openai_errors import OpenAiError
+from rollmesh.types import Int32Array
 
 DONE = b"data: [DONE]\n\n"
 
@@ -26,6 +27,8 @@ class MessageSoFar:
     text: dict[str, str] = field(default_factory=dict)
     calls: int = 0
     tokens_read: int = 0
+    whole: AnswerMessage | None = None
+    """The message, once it is complete."""
 
     def news(
         self, read: Callable[[Sequence[int]], AnswerMessage], ids: Sequence[int], *, final: bool
@@ -38,6 +41,7 @@ class MessageSoFar:
             return {}
         self.tokens_read = len(ids)
         said, parts = read(ids), dict[str, Any]()
+        self.whole = said if final else None
         for name, text in (("reasoning_content", said.reasoning), ("content", said.content)):
             sent = self.text.get(name, "")
             now = text if final else text.removesuffix("\ufffd").rstrip()
@@ -87,7 +91,7 @@ class AnswerFormat:
     model: str
     logprobs: bool
     token_ids: bool
-    contexts: Sequence[Sequence[int]]
+    contexts: Sequence[Int32Array]
     """Token ids of each prompt's context."""
     choices_per_context: int = 1
     """Answers to each prompt."""
@@ -103,7 +107,7 @@ class AnswerFormat:
         body["choices"] = [self._choice(index, choice) for index, choice in enumerate(choices)]
         body["usage"] = self.usage(choices)
         if self.token_ids:
-            contexts = [list(context) for context in self.contexts]
+            contexts = [context.tolist() for context in self.contexts]
             body["prompt_token_ids"] = contexts[0] if len(contexts) == 1 else contexts
         return body
 
@@ -119,7 +123,7 @@ class AnswerFormat:
         if not self.token_ids:
             return self._event(choice)
         choice["token_ids"] = []
-        context = list(self.contexts[index // self.choices_per_context])
+        context = self.contexts[index // self.choices_per_context].tolist()
         return self._event(choice, prompt_token_ids=context)
 
     def piece(self, index: int, delta: Delta, before: Choice, extra: Mapping[str, Any]) -> bytes:

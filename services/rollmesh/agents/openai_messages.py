@@ -22,10 +22,13 @@ def whole_characters(text: str) -> str:
     return text
 
 
+_to_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+
+
 def json_value(value: Any) -> Any:
     """Reject a number or a text that JSON cannot carry, anywhere in the value."""
     try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        _to_json(value).encode()
     except UnicodeEncodeError as error:
         raise ValueError("a text in it has half of a surrogate pair, not a valid character") from error
     except RecursionError as error:
@@ -48,7 +51,10 @@ class Closed(BaseModel):
         """Drop fields that say nothing: a client sends them back with an answer, or for what it does not set."""
         if not isinstance(data, dict):
             return data
-        return {k: v for k, v in data.items() if v is not None and (k in cls.model_fields or not is_empty(v))}
+        known = cls.__pydantic_fields__
+        if data.keys() <= known.keys() and None not in data.values():
+            return data
+        return {k: v for k, v in data.items() if v is not None and (k in known or not is_empty(v))}
 
 
 class TextPart(Closed):

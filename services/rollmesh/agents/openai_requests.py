@@ -156,7 +156,7 @@ class SamplingRequest(Sampling):
             return data
         kept = {}
         for name, value in data.items():
-            if name in cls.model_fields or name not in _NEUTRAL:
+            if name in cls.__pydantic_fields__ or name not in _NEUTRAL:
                 kept[name] = value
                 continue
             neutral, instead = _NEUTRAL[name]

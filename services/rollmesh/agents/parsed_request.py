@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,9 +29,9 @@ class ParsedRequest:
     """Tokens of the whole context, used if none of it is recorded."""
     other_ids: Callable[[], Int32Array] | None = None
     """The same without the tokens that the tokenizer adds around a text; None if it adds none."""
-    written: Callable[[Int32Array, Int32Array], Sequence[str]] | None
-    """Texts that a recorded answer may have in the context of a later call, from its context and its tokens; None if it
-    is the text of its tokens."""
+    written: Callable[[Int32Array, Int32Array, AnswerMessage | None], Iterable[str]] | None
+    """Texts that a recorded answer may have in the context of a later call, from its context, its tokens and the
+    message that the client got, if known; None if it is the text of its tokens."""
     next_ids: Callable[[str, Int32Array, Int32Array], Int32Array | None]
     """Tokens of the context's end, given as text, after a recorded context and the answer to it; None if they do not
     continue these tokens."""
@@ -65,7 +65,7 @@ def parse_request(
     """Parse a call with the prompt at ``index``; the OpenAiError of an invalid one names the field."""
     tokenizer, streams = formats.tokenizer, True
     plain: Callable[[], Int32Array] | None = None
-    written: Callable[[Int32Array, Int32Array], Sequence[str]] | None = None
+    written: Callable[[Int32Array, Int32Array, AnswerMessage | None], Iterable[str]] | None = None
     read: Callable[[Int32Array, Sequence[int]], AnswerMessage] | None = None
 
     def next_ids(rest: str, context_ids: Int32Array, answer_ids: Int32Array) -> Int32Array | None:
@@ -211,10 +211,10 @@ class _Chat:
         except DataError as error:
             raise invalid(f"{self._field}: {error}", self._field) from error
 
-    def written(self, context_ids: Int32Array, answer_ids: Int32Array) -> Sequence[str]:
+    def written(self, context_ids: Int32Array, answer_ids: Int32Array, said: AnswerMessage | None) -> Iterable[str]:
         """Return a recorded answer as the transcript of a later call may show it."""
         assert self.format is not None
-        return self.format.answer_lines(context_ids, answer_ids, self._tools)
+        return self.format.answer_lines(context_ids, answer_ids, self._tools, said)
 
     def next_ids(self, rest: str, context_ids: Int32Array, answer_ids: Int32Array) -> Int32Array | None:
         """Return the tokens of the messages in ``rest``, the end of the transcript, or None."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -145,9 +145,12 @@ class RecordedCalls:
             return self._match_first(active.context_ids(), request)
         tail = tail_of(active.segments, mark.at)
 
-        def written() -> Sequence[str]:
+        def written() -> Iterable[str]:
             if request.written is not None:
-                return request.written(_context_ids(active, mark.at), tail.sampled)
+                newest = call.trajectory.turn
+                is_whole = newest is not None and newest.token_count == len(tail.sampled)  # no tokens after a stop text
+                said = newest.said if newest is not None and is_whole else None
+                return request.written(_context_ids(active, mark.at), tail.sampled, said)
             turn = self._read(active, mark.at)
             turn.finish()
             return (turn.raw,)
@@ -282,7 +285,6 @@ class RecordedCalls:
                 temperature=rollout.params.temperature,
             )
             active.add(added)
-            await rollout.save(active)
         mark = mark_turn(request.context, active.token_count)
         trajectory.turn, trajectory.finish_reason = None, ""
         starts = (*trajectory.mark.turn_starts, mark.at)

@@ -168,7 +168,7 @@ class ResponseFormat(AnswerFormat):
             body["invalid_tool_calls"] = self.unread_calls
         if self.token_ids:
             body |= {
-                "prompt_token_ids": list(self.contexts[0]),
+                "prompt_token_ids": self.contexts[0].tolist(),
                 "token_ids": [token.token_id for token in choice.tokens],
             }
         return body

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollmesh.errors import RollmeshError
@@ -68,16 +68,19 @@ _MOST_ARRIVING = 8
 """Number of maximum-size bodies that may arrive at once: this memory is used before the token is checked."""
 _MOST_WASTED = 2
 """Number of maximum-size bodies that are read and discarded after a body was too long."""
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
-    "form-action 'self'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-}
+_HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'self'; "
+        b"frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+)
 
 
 class _TooLarge(ApiError):
@@ -134,9 +137,9 @@ class RequestGuard:
                 seen = message["status"]
                 if seen == 401:
                     self._metrics.refused_tokens.inc()
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)
+                headers = list(message.get("headers", ()))
+                own = {name for name, _ in headers}
+                message["headers"] = headers + [header for header in _HEADERS if header[0] not in own]
                 self._metrics.request_seconds.observe(time.monotonic() - start_time)
             await send(message)
 

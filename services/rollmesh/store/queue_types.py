@@ -99,6 +99,8 @@ class Append:
     """Incarnation of the tokens, from the lease or from ``restart``."""
     digest: TokenDigest = NO_TOKENS
     """Digest of the first ``token_offset`` tokens; the write is refused when the queue has other tokens."""
+    mark: tuple[bytes, str, str] | None = None
+    """Mark of the agent's session that the trajectory is in, its id and its name, saved in the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from rollmesh.wire.codec import outcome_to_pb
 T = TypeVar("T")
 
 _ITEMS_PER_CALL = 64
-"""Items of one script call, which bounds its keys (two or three per item) and its time in the server."""
+"""Items of one script call, which bounds its keys (two to six per item) and its time in the server."""
 _RELEASES_PER_CALL = 128
 _UPLOAD_ATTEMPTS = 3
 """Attempts of an upload and its script; an upload is lost only when the server crashes in between."""
@@ -255,7 +255,8 @@ class TrajectoryQueue(QueuePart):
     async def _write(self, script: str, session: str, items: Sequence[Append]) -> list[AppendResult]:
         chunks = [encode_segments(item.segments) for item in items]
         arguments: list[Sequence[Argument]] = [
-            (_head(item, chunk), *chunk.elements) for item, chunk in zip(items, chunks, strict=True)
+            (_head(item, chunk), *chunk.elements, *(item.mark or ())[:1])
+            for item, chunk in zip(items, chunks, strict=True)
         ]
         ids = [item.trajectory_id for item in items]
         # NX: a retry must not set an expiry on a chunk that the first attempt has linked.
@@ -326,7 +327,7 @@ def _head(item: Append, chunk: SavedChunk) -> str:
         "generator": item.generator,
         "elements": len(chunk.elements),
     }
-    return json.dumps(head)
+    return json.dumps(head if item.mark is None else {**head, "agent": item.mark[1:]})
 
 
 def _score_arguments(item: Score) -> Sequence[Argument]:

@@ -74,7 +74,8 @@ class GenerationClient:
             raise error_from_rpc(error, record.address, received, self._security.explain) from error
         finally:
             connection.calls -= 1
-            stream.cancel()
+            if not stream.done():
+                stream.cancel()
 
     async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
         response = await self._send(record, "Interrupt", pb.InterruptRequest(trajectory_ids=trajectory_ids))

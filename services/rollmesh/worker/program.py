@@ -38,8 +38,8 @@ class RolloutContext:
     params: SamplingParams
     budget: int
     """Most tokens of the whole response, environment tokens included."""
-    save: TrajectoryWrite
-    """Operation that makes the tokens so far durable."""
+    save: Callable[..., Awaitable[None]]
+    """Operation that makes the tokens so far durable: ``Saver.save``."""
     report_first_token: TrajectoryWrite
     """Operation that reports the policy version of the first token while no token is durable."""
     restart: TrajectoryWrite

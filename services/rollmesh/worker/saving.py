@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rollmesh.errors import Conflict
 from rollmesh.runtime.tasks import BackgroundTasks
@@ -88,14 +88,20 @@ class Saver:
         self._failures = CallBatcher(self._fail, limit=_ITEMS_PER_WRITE)
         self._restarts = CallBatcher(self._restart, limit=_ITEMS_PER_WRITE)
 
-    async def save(self, active: ActiveTrajectory) -> None:
-        """Append the unsaved tokens; raises LetGo if the lease is lost."""
+    async def save(self, active: ActiveTrajectory, *mark: Any) -> None:
+        """Append the unsaved tokens, if any; raises LetGo if the lease is lost.
+
+        ``mark``: mark of an agent's session after these tokens, its id and its name, saved in the same step.
+        """
         if active.saved_token_count == active.token_count:
             return
+        if mark:
+            active.snapshot = mark[0]
         with tracer().span(
             "queue.append", active.traceparent, kind="client", token_offset=active.saved_token_count
         ) as span:
-            await self._write(active, self._appends, partial(Append, generator=active.generator))
+            append = partial(Append, generator=active.generator, mark=mark or None)
+            await self._write(active, self._appends, append)
             span.set(saved_tokens=active.saved_token_count)
 
     async def report_first_token(self, active: ActiveTrajectory) -> None:

@@ -193,7 +193,8 @@ async def test_agents_are_needed_until_the_last_version_is_evaluated(make_mesh: 
             if answer.status_code == 201:
                 told = answer.json()
                 told_codes[told["kind"]] += 1
-                answer = await call(http, told)
+                while (answer := await call(http, told)).status_code == 503:
+                    pass  # what has become of the session is not known yet: the same call again
                 assert answer.status_code in (200, 410), answer.text
                 value = told_codes["training"] % 2  # 410 where the last cut has dropped the session
                 await http.post(f"/sessions/{told['id']}/reward", json={"reward": value})

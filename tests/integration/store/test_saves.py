@@ -141,6 +141,31 @@ async def test_a_snapshot_rests_with_its_trajectory_until_that_is_scored(store: 
     assert await store.trajectories.keep_snapshot(stranger, "e0-0.1", b"of new tokens", incarnation=1)
 
 
+async def test_the_mark_of_a_session_is_saved_with_the_tokens_before_it_or_not_at_all(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups=1, leased=1)
+    stranger = await store.sessions.open("stranger")
+    key = store.connection.keys.of("trajectory", "e0-0.0")
+
+    async def append(session: str, tokens: int, mark: bytes) -> WriteStatus:
+        item = Append(
+            trajectory_id="e0-0.0", token_offset=0, segments=[segment(tokens)], mark=(mark, "ses-1", "a name")
+        )
+        return (await store.trajectories.append(session, [item, item]))[0].status
+
+    async def stored() -> list[bytes | None]:
+        return list(await store.connection.command("HMGET", key, "tokens", "snapshot", "agent"))
+
+    assert await append(stranger, 2, b"a stranger's") == WriteStatus.LOST
+    assert await stored() == [b"0", None, None]
+    assert await append(mesh.session, 2, b"first") == WriteStatus.SAVED
+    assert await stored() == [b"2", b"first", b"ses-1"]
+    assert await append(mesh.session, 3, b"of other tokens") == WriteStatus.REFUSED
+    assert await append(mesh.session, 2, b"sent again") == WriteStatus.DUPLICATE
+    assert await stored() == [b"2", b"sent again", b"ses-1"]
+    found = [await store.sessions.find_agent(name) for name in ("ses-1", "a name")]
+    assert [place is not None and place.lives for place in found] == [True, True]
+
+
 async def test_a_snapshot_of_a_slow_step_is_not_stored_in_the_next_incarnation(store: TrajectoryStore) -> None:
     """The group began again during a step of the environment, and the same worker has leased the trajectory again."""
     mesh = await Mesh.start(store, groups=1)

@@ -52,12 +52,13 @@ def rollout_of(
     keep_snapshot: Callable[..., Awaitable[None]] = done,
     restart: Callable[..., Awaitable[None]] = done,
 ) -> RolloutContext:
+    """``keep_snapshot`` is called for every mark, with unsaved tokens before it or without."""
     return RolloutContext(
         active=held,
         caller=None,  # type: ignore[arg-type]  # no call is made here
         params=SamplingParams(temperature=1.0, seed=0, stop_token_ids=(1,)),
         budget=2 * TOKENS,
-        save=done,
+        save=keep_snapshot,
         report_first_token=done,
         restart=restart,
         keep_snapshot=keep_snapshot,

@@ -109,7 +109,14 @@ class Talk:
         # Some parsers know a call only by the tokens that a tokenizer gives its parts.
         return np.array(ids if calls else sampled_ids(self.tokenizer, ids, said["split"]), np.int32)
 
-    def match(self, messages: list[dict[str, Any]], mark: TurnMark, context_ids: Any, answer: Any) -> Match:
+    def match(
+        self,
+        messages: list[dict[str, Any]],
+        mark: TurnMark,
+        context_ids: Any,
+        answer: Any,
+        said: AnswerMessage | None = None,
+    ) -> Match:
         """Compare the messages of a call with a recorded context and answer."""
         text = self.chat.transcript(messages, TOOLS)
         return match_next(
@@ -117,7 +124,7 @@ class Talk:
             mark,
             Tail(sampled=answer, environment=np.empty(0, np.int32)),
             np.concatenate([context_ids, answer]),
-            lambda: self.chat.answer_lines(context_ids, answer, TOOLS),
+            lambda: self.chat.answer_lines(context_ids, answer, TOOLS, said),
             lambda rest: self.chat.next_ids(context_ids, answer, messages, rest.count("\n"), TOOLS),
         )
 
@@ -146,6 +153,10 @@ def test_the_tokens_of_a_conversation_are_those_sampled_and_what_came_between(
         talk.messages += [echo, *heard_now]
         mark = mark_turn(Context(text=talk.chat.transcript(before, TOOLS)), 0)
         match = talk.match(talk.messages, mark, recorded, answer)
+        remembered = talk.match(talk.messages, mark, recorded, answer, message)
+        assert [m.new_ids.tolist() for m in (remembered,) if isinstance(m, Fits)] == [
+            m.new_ids.tolist() for m in (match,) if isinstance(m, Fits)
+        ]
         if isinstance(match, Differs):
             # Formats drop thoughts, empty ones too, before the next message of the user; never within a chain of tools.
             assert not message.tool_calls

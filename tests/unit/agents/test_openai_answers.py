@@ -104,7 +104,12 @@ async def test_a_replay_tells_all_of_a_complete_answer(tokenizer: Tokenizer) -> 
 
 
 def shape(endpoint: Any, **changes: Any) -> AnswerFormat:
-    fields: dict[str, Any] = {"logprobs": True, "token_ids": True, "contexts": [[1, 2, 3]], **changes}
+    fields: dict[str, Any] = {
+        "logprobs": True,
+        "token_ids": True,
+        "contexts": [np.array([1, 2, 3], np.int32)],
+        **changes,
+    }
     return AnswerFormat(endpoint=endpoint, answer_id="id", created=7, model="trial", **fields)
 
 
@@ -182,7 +187,7 @@ def test_completions_have_offsets_and_both_leave_out_what_nobody_asked_for() -> 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_the_first_event_of_each_answer_has_the_ids_of_its_context(endpoint: Any) -> None:
-    form = shape(endpoint, contexts=[[1, 2, 3], [4, 5]], choices_per_context=2)
+    form = shape(endpoint, contexts=[np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)], choices_per_context=2)
     firsts = [parse(form.first(index)) for index in range(4)]
     assert [first["prompt_token_ids"] for first in firsts] == [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
     assert [first["choices"][0]["index"] for first in firsts] == [0, 1, 2, 3]

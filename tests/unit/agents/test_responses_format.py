@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
@@ -121,7 +122,7 @@ def make(reads: Any = read) -> ResponseFormat:
     request = ResponsesRequest.model_validate({**ASKED, "tools": [TOOL], "metadata": {"a": "b"}})
     return ResponseFormat(
         endpoint="responses", answer_id="resp_7", created=7, model="trial", logprobs=False, token_ids=True,
-        contexts=[[1, 2, 3]], read=reads, request=request,
+        contexts=[np.array([1, 2, 3], np.int32)], read=reads, request=request,
     )  # fmt: skip
 
 

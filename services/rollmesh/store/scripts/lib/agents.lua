@@ -16,3 +16,13 @@ local function own_agent(session, id, trajectory)
     'trajectory', trajectory)
   call('PEXPIRE', agent_key(id), KEPT_MS)
 end
+
+-- Saves the mark of an agent's session in a trajectory that the worker session holds.
+local function keep_agent(session, trajectory, mark, id, name)
+  if name ~= '' then
+    call('HSET', agent_key(name), 'id', id)
+    call('PEXPIRE', agent_key(name), KEPT_MS)
+  end
+  own_agent(session, id, trajectory)
+  call('HSET', trajectory_key(trajectory), 'agent', id, 'snapshot', mark, 'has_snapshot', 1)
+end

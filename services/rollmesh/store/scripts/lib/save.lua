@@ -1,10 +1,13 @@
 -- An item of append and finish is a head and `elements` segments. The head is JSON: id, incarnation, offset, before,
 -- tokens, after, versions, finish, bytes, generator, elements; `before` and `after` are the digests of all tokens up to
--- the offset and up to the end of the item. Returns the item at an index of ARGV, and the index of the next item.
+-- the offset and up to the end of the item. With `agent` (id and name of an agent's session), the mark of the session
+-- follows the segments. Returns the item at an index of ARGV, and the index of the next item.
 local function read_item(at)
   local item = cjson.decode(ARGV[at])
   item.first, item.last = at + 1, at + item.elements
-  return item, item.last + 1
+  if not item.agent then return item, item.last + 1 end
+  item.mark = ARGV[item.last + 1]
+  return item, item.last + 2
 end
 
 local function read_items(first, number)
