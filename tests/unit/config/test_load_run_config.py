@@ -105,6 +105,10 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
             for arguments in ('["--dp-size","2"]', '["--tp-size","2","--data-parallel-size=2"]', '["--dp","2"]')
         ),
         (
+            "model.adapter.dropout=0.1 trainer.share_prefixes=true",
+            "share_prefixes=true with model.adapter.dropout=0.1: .*set share_prefixes=auto or dropout=0",
+        ),
+        (
             "model.adapter.dropout=0.1 trainer.algorithm.update_scale=ess",
             "update_scale=ess with model.adapter.dropout=0.1: .*set update_scale=none or model.adapter.dropout=0",
         ),

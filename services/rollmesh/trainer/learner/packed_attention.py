@@ -133,6 +133,7 @@ class _TreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None
     ) -> Tensor:
+        query, key, value = map(_dense, (query, key, value))
         lengths = list(layout.lengths)
         parts = zip(*(torch.split(x, lengths, 2) for x in (query, key, value)), strict=True)
         own = [_forward(q, k, v, 0.0, True, scale=scaling) for q, k, v in parts]
@@ -151,7 +152,8 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), saved, scaling, lengths = gradients, ctx.saved_tensors, ctx.scaling, list(ctx.layout.lengths)
+        gradient, saved = _dense(gradients[0]), ctx.saved_tensors
+        scaling, lengths = ctx.scaling, list(ctx.layout.lengths)
         parts = zip(*(torch.split(x, lengths, 2) for x in (gradient, *saved)), strict=True)
         own = [_backward(*part, 0.0, True, scale=scaling) for part in parts]
         query, key, value = (
@@ -166,6 +168,11 @@ class _TreeAttention(torch.autograd.Function):
                 for total, part, rows in zip((query, key, value), more, (after, before, before), strict=True):
                     total[:, :, rows] += part
         return query, key, value, None, None
+
+
+def _dense(heads: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is contiguous, which the kernel takes for granted."""
+    return heads if heads.stride(-1) == 1 else heads.contiguous()
 
 
 def _rows(start: int, end: int, *tensors: Tensor) -> list[Tensor]:

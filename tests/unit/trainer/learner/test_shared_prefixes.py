@@ -24,9 +24,11 @@ from rollmesh.trainer.learner.forward_backward import (
     score_with_entropy,
 )
 from rollmesh.trainer.learner.method_binding import loss_recipe
+from rollmesh.trainer.learner.packed_attention import PackedLayout, packed_attention
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
 from rollmesh.trainer.learner.policy_scorer import _Float64
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.prefix_tree import prefix_tree
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
 from rollmesh.types import Int32Array
 
@@ -35,7 +37,7 @@ from ....kit.trainer_reference import largest_difference
 from .conftest import VERSIONS, ModelMaker
 from .test_packing import OTHERS, alone
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.cuda.is_available()
 PLAIN = Compute(device=CPU, world=World(), token_budget=48, autocast=False)
 SHARED = replace(PLAIN, least_saved=1)
 
@@ -170,3 +172,37 @@ def test_what_is_recorded_at_the_end_of_a_stage_is_that_of_plain_passes(make_mod
         recorded.append(trainer._stage.values())
     np.testing.assert_allclose(recorded[1], recorded[0], atol=1e-5)
     assert len(recorded[0]) == sum(member.response_token_count for member in members)
+
+
+def attention_of(sequence: torch.Tensor, window: int | None, softcap: float | None) -> torch.Tensor:
+    """Query, key and value of one sequence, [3, tokens, heads, size], token by token and head by head."""
+    query, key, value = sequence.double()
+    out = torch.zeros_like(query)
+    for token in range(len(query)):
+        first = 0 if window is None else max(0, token + 1 - window)
+        for head in range(query.shape[1]):
+            scores = key[first : token + 1, head] @ query[token, head] / query.shape[2] ** 0.5
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            out[token, head] = scores.softmax(0) @ value[first : token + 1, head]
+    return out
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 0.5), (4, 0.5)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not GPU, reason="no GPU"))])
+def test_a_branch_reads_the_keys_of_its_path(device: str, window: int | None, softcap: float | None) -> None:
+    dtype, bound = (torch.float64, 1e-12) if device == "cpu" else (torch.bfloat16, 2e-2)
+    tree = prefix_tree(forks(), 1)
+    random = torch.Generator().manual_seed(0)
+    packed = torch.randn(3, 1, 2, 16, tree.branches[-1].stop, generator=random).to(dtype)
+    packed = packed.transpose(3, 4).requires_grad_()  # of a layout that no kernel takes
+    layout, options = PackedLayout.of(tree, torch.device(device)), {"sliding_window": window, "softcap": softcap}
+    out, _ = packed_attention(torch.nn.Identity(), *packed.to(device), None, scaling=16**-0.5, layout=layout, **options)
+    found, expected = list[torch.Tensor](), list[torch.Tensor]()
+    for last in tree.last:
+        rows = torch.from_numpy(tree.path(last))
+        found.append(out[0].cpu().double()[rows])
+        expected.append(attention_of(packed[:, 0, :, rows].transpose(1, 2), window, softcap))
+    scale = torch.randn(2, 16, generator=random, dtype=torch.float64)
+    gradients = [torch.autograd.grad((torch.cat(x) * scale).sum(), packed)[0] for x in (found, expected)]
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=0, atol=bound)
+    torch.testing.assert_close(*gradients, rtol=0, atol=5 * bound)
