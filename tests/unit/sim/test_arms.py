@@ -208,22 +208,6 @@ def test_the_times_of_a_run_replace_those_of_devices(tmp_path: Path) -> None:
     assert not {"gpu", "model", "trainer_devices", "compute"} & found.keys()
 
 
-def test_the_time_between_two_starts_of_a_run_is_no_time_of_a_step(tmp_path: Path) -> None:
-    found = []
-    for hour in (0, 3600):
-        folder = recorded(tmp_path / str(hour))
-        lines = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
-        # The samples of a start an hour before, whose train steps are gone.
-        _write(folder / "timeline.jsonl", [line | {"t": line["t"] - hour} for line in lines[:5] if hour] + lines)
-        found.append(assumed("--calibrate", str(folder), *SMALL_OF_ASSUMPTIONS)["reward_seconds"])
-    assert found[0] == found[1]
-    late = recorded(tmp_path / "late")
-    steps = [json.loads(line) for line in (late / "timeline.jsonl").read_text().splitlines()]
-    _write(late / "timeline.jsonl", [line | {"t": line["t"] + 100 * (line["t"] > BEGINNING + 22)} for line in steps])
-    result = sim("--calibrate", str(late), *SMALL_OF_ASSUMPTIONS)
-    assert result.exit_code == 2 and "0 train steps with their times" in result.stderr
-
-
 def test_a_run_that_overlapped_has_the_contention_in_its_times(tmp_path: Path) -> None:
     found = assumed("--calibrate", str(recorded(tmp_path, "areal")), *SMALL_OF_ASSUMPTIONS)
     assert found["cores"] == "generators and trainer never slow each other"
