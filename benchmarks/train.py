@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.frame import Measure, Quick, at_least, compared, interleaved
+from benchmarks.large_models import measure_large
 from benchmarks.models import SMALL, write_random_model
 from benchmarks.shared_prefixes import measure_sharing
 from benchmarks.workloads import group_of_answers, random_ids
@@ -42,7 +43,7 @@ def run(*, quick: Quick = False) -> list[Measure]:
     with tempfile.TemporaryDirectory() as folder:
         write_demo_model(Path(folder))
         padded = _measure(Path(folder), 2 if quick else 5) + _measure_long(Path(folder), 1 if quick else 3)
-    return padded + measure_sharing(1 if quick else 3)
+    return padded + measure_sharing(1 if quick else 3) + measure_large(1 if quick else 3)
 
 
 def _measure(folder: Path, repetitions: int) -> list[Measure]:
