@@ -48,7 +48,6 @@ class Reload(NamedTuple):
     pause: float
     silence: float
     """Longest time without a token in any stream."""
-    load: float
     published: float
     """From the copy of the weights until the announcement."""
 
@@ -109,8 +108,8 @@ class Scene:
         seconds = time.monotonic() - started
         await self._next_token()
         after = await self.metrics()
-        pause, load = (after[name] - before[name] for name in ("reload_pause_seconds_sum", "reload_seconds_sum"))
-        return Reload(seconds, pause, self.silence, load, published)
+        pause = after["reload_pause_seconds_sum"] - before["reload_pause_seconds_sum"]
+        return Reload(seconds, pause, self.silence, published)
 
     async def serving(self, version: int) -> GeneratorRecord:
         """Wait until the generator serves ``version``. Raises EngineError if its process has ended."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -114,13 +115,13 @@ def _measured(name: str, case: Case, repetitions: int) -> list[Measure]:
 
 def _step(folder: Path, case: Case, share: bool | str, batch: Batch) -> Callable[[], object]:
     fields = {"learning_rate": 4e-4, "tokens_per_microbatch": case.budget, "share_prefixes": share}
-    trainer = PolicyTrainer(folder, TrainerConfig.model_validate(fields), device="cpu")
+    return partial(train_again, PolicyTrainer(folder, TrainerConfig.model_validate(fields), device="cpu"), batch)
 
-    def step() -> None:
-        number = trainer.train_step + 1
-        trainer.train(Batch(train_step=number, groups=batch.groups), {0: number - 1})
 
-    return step
+def train_again(trainer: PolicyTrainer, batch: Batch) -> None:
+    """Train on a batch as the next one of the trainer."""
+    step = trainer.train_step + 1
+    trainer.train(Batch(train_step=step, groups=batch.groups), {0: step - 1})
 
 
 def bounds_of(batch: Batch, shape: Mapping[str, Any]) -> dict[str, float]:

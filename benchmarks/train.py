@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.frame import Measure, Quick, at_least, compared, interleaved
 from benchmarks.large_models import measure_large
 from benchmarks.models import SMALL, write_random_model
-from benchmarks.shared_prefixes import measure_sharing
+from benchmarks.shared_prefixes import measure_sharing, train_again
 from benchmarks.workloads import group_of_answers, random_ids
 from rollmesh.algorithms.losses import LossInput, loss_options, ppo_clip
 from rollmesh.config.loss_methods import LOSSES
@@ -54,7 +54,7 @@ def _measure(folder: Path, repetitions: int) -> list[Measure]:
     by_length = sorted_bins([length + PROMPT for length in lengths], budget=4096)
     trainer, baseline = _trainer(folder), PaddedTrainer(folder)
     work = {
-        "packed": lambda: _train(trainer, batch),
+        "packed": lambda: train_again(trainer, batch),
         "random": lambda: baseline.step(batch, random16),
         "sorted": lambda: baseline.step(batch, by_length),
     }
@@ -72,7 +72,7 @@ def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
     trajectories = [t for g in batch.groups for t in g.trajectories]
     ids = [_token_ids(t) for t in trajectories]
     work = {
-        "train": lambda: _train(trainer, batch),
+        "train": lambda: train_again(trainer, batch),
         "train_alone": lambda: baseline.step(batch, [[i] for i in range(len(trajectories))]),
         "score": lambda: trainer.logprobs(ids),
         "score_alone": lambda: baseline.score(ids),
@@ -89,11 +89,6 @@ def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
 def _trainer(folder: Path, **settings: int) -> PolicyTrainer:
     config = TrainerConfig.model_validate({"learning_rate": RATE, **settings})
     return PolicyTrainer(folder, config, device="cpu")
-
-
-def _train(trainer: PolicyTrainer, batch: Batch) -> None:
-    step = trainer.train_step + 1
-    trainer.train(Batch(train_step=step, groups=batch.groups), {0: step - 1})
 
 
 def write_demo_model(folder: Path) -> None:
