@@ -120,8 +120,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Smallest probability kept, as a share of the most likely token's; 0 keeps all."""
     kept_tokens: int = 0
-    """Largest kept set; truncated sampling returns the sets, and log-probabilities over them. 0: no sets (evaluation),
-    and log-probabilities over the full vocabulary."""
+    """Largest kept set: without top-k, truncated sampling keeps no more of the most likely tokens. It returns the sets,
+    and log-probabilities over them. 0: no bound, no sets (evaluation), log-probabilities over the full vocabulary."""
     seed: int = 0
     """Seed of the sampling noise (engine torch): a token's depends only on (seed, trajectory_id, position)."""
     stop_token_ids: tuple[int, ...] = ()

@@ -66,7 +66,9 @@ async def test_top_k_and_top_p_restrict_the_draw_but_not_the_reported_distributi
 )
 async def test_tokens_of_truncated_sampling_come_with_the_sets_that_they_were_drawn_from(engine, models, changes):
     calls = [
-        make_call(f"t{i}", prompt_ids(i), chunk_token_count=7 + i, **({"kept_tokens": VOCAB, **changes} if i else {}))
+        make_call(
+            f"t{i}", prompt_ids(i), chunk_token_count=7 + i, **({"kept_tokens": 2 * VOCAB, **changes} if i else {})
+        )
         for i in range(4)
     ]
     full, *truncated = await asyncio.gather(*(collect(engine, call) for call in calls))
@@ -95,10 +97,11 @@ async def test_interrupted_calls_and_those_that_meet_a_load_keep_the_sets_of_the
         rollout.check_pure(models)
 
 
-async def test_a_set_above_the_bound_ends_its_call_by_name(engine, models):
-    with pytest.raises(DataError, match=r"rollout\.kept_tokens=3: .*raise rollout\.kept_tokens, or set"):
-        await collect(engine, make_call("wide", top_p=0.99, kept_tokens=3))
-    (await collect(engine, make_call("narrow", top_p=0.99, top_k=3, kept_tokens=3))).check_pure(models)
+async def test_without_a_top_k_the_largest_set_bounds_what_is_kept(engine, models):
+    rollout = await collect(engine, make_call("wide", top_p=0.99, kept_tokens=3))
+    rollout.check_pure(models)
+    for kept, row in zip(rollout.kept, hf_logits(models[0], rollout.ids)[-len(rollout.tokens) :], strict=True):
+        assert kept == sorted(row.topk(3).indices.tolist())
 
 
 async def test_a_stop_token_ends_the_call_and_is_part_of_it(engine, models):

@@ -74,8 +74,8 @@ class RolloutConfig(Section):
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Smallest probability kept in training rollouts, as a share of the most likely token's; 0 keeps all."""
     kept_tokens: int = Field(default=1024, ge=2, le=4095)  # an SGLang server returns up to 4096 by default
-    """Largest set that a token may be drawn from where sampling is truncated. A trajectory with a larger set becomes a
-    dead letter; ``top_k`` bounds the sets."""
+    """Largest set that a token is drawn from where sampling is truncated: with ``top_k: 0``, the most likely tokens of
+    what ``top_p`` and ``min_p`` keep."""
     partial_save_tokens: int = Field(default=64, ge=1, le=8192)
     """Interval of partial saves in tokens, and the most tokens per rollout that kill -9 of a worker loses: generators
     do not run further ahead. Below 32, a call waits for the save of each chunk. An engine may have another default; see

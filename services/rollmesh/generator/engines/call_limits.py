@@ -94,19 +94,13 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise DataError(f"sampling.top_k={sampling.top_k}: expected 0 (off) or more")
     if not 0 <= sampling.min_p < 1:
         raise DataError(f"sampling.min_p={sampling.min_p}: expected at least 0 (off) and less than 1")
-    if sampling.kept_tokens < 0:
-        raise DataError(f"sampling.kept_tokens={sampling.kept_tokens}: expected 0 (no sets) or more")
+    if sampling.kept_tokens and sampling.kept_tokens < max(1, sampling.top_k):
+        raise DataError(
+            f"sampling.kept_tokens={sampling.kept_tokens}: expected 0 (no sets) or at least {max(1, sampling.top_k)}"
+        )
     for token in sampling.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise DataError(f"sampling.stop_token_ids: {token} is outside the vocabulary of {vocab_size} tokens")
-
-
-def set_too_large(most: int) -> DataError:
-    """Return the error of a call with a token that was drawn from a set of more than ``most`` tokens."""
-    return DataError(
-        f"rollout.kept_tokens={most}: a token was drawn from a larger set; raise rollout.kept_tokens, or set "
-        f"rollout.top_k to at most {most}"
-    )
 
 
 def hold_seconds(*, contended: bool) -> float:

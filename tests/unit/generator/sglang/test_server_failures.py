@@ -247,7 +247,7 @@ async def test_a_server_that_returns_no_kept_sets_is_refused_where_sampling_is_t
     with pytest.raises(ConfigError, match=r"rollout\.top_p, top_k and min_p .*does not return .*needs SGLang 0\.5\.23"):
         await start(sampling=SamplingParams(top_p=0.9, kept_tokens=8))
     (check,) = [body for path, body in server.seen if path == "/generate"]
-    assert check["return_sampling_mask"] and check["sampling_params"]["top_k"] == 9
+    assert check["return_sampling_mask"] and check["sampling_params"]["top_k"] == 6
 
 
 async def test_calls_in_progress_end_when_the_server_is_lost_not_at_their_deadline(server, start):

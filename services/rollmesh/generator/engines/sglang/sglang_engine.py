@@ -84,7 +84,8 @@ class SglangEngine:
         body = slice_body([0], 1, sampling, request_id=uuid.uuid4().hex, cache_key="check")
         try:
             answer = await self._server.api.generate(body)
-            read_slice(answer, sampling, vocab_size=vocab_size, budget=1, sole_version=self._server.policy_version)
+            call = replace(sampling, kept_tokens=vocab_size)  # a larger set than the run's is no fault of the server
+            read_slice(answer, call, vocab_size=vocab_size, budget=1, sole_version=self._server.policy_version)
         except (DataError, EngineError) as error:
             raise ConfigError(
                 "rollout.top_p, top_k and min_p truncate sampling, but the SGLang server does not return the set that "

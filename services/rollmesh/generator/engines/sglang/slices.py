@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.errors import EngineError
-from rollmesh.generator.engines.call_limits import empty_chunk, set_too_large
+from rollmesh.errors import DataError, EngineError
+from rollmesh.generator.engines.call_limits import empty_chunk
 from rollmesh.kept_sets import slice_sets, stack_sets
 from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, KeptSets, SamplingParams
 
@@ -68,9 +68,11 @@ def slice_body(
     """Build the /generate request that continues ``context``; token ids in and out, one log-probability a token.
 
     ``adapter`` is the server's name of an adapter; None is the base. The server returns kept sets only where top-k is
-    on; without one in the call, it keeps one token more than a set may have, so that a larger set is noticed.
+    on; one that is not in the call leaves a quarter of the largest set to tokens that are as likely as the last one:
+    on GPUs the server keeps all of them, and logits in bfloat16 are often equal.
     """
     keeps = sampling.kept_tokens > 0
+    most = sampling.kept_tokens - sampling.kept_tokens // 4 if keeps else -1
     return {
         **({} if adapter is None else {"lora_path": adapter}),
         **({"return_sampling_mask": True, "sampling_logprobs_mode": "selected"} if keeps else {}),
@@ -83,7 +85,7 @@ def slice_body(
             "max_new_tokens": new_token_count,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or (sampling.kept_tokens + 1 if keeps else -1),
+            "top_k": sampling.top_k or most,
             "min_p": sampling.min_p,
             **_DEFAULT_SAMPLING,
             "stop_token_ids": list(sampling.stop_token_ids),
@@ -141,7 +143,10 @@ def read_slice(
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         raise EngineError(f"SGLang /generate: a token id outside the vocabulary of {vocab_size} tokens")
     if sets is not None and sets.counts.max() > call.kept_tokens:
-        raise set_too_large(call.kept_tokens)
+        raise DataError(
+            f"rollout.kept_tokens={call.kept_tokens}: a token was drawn from a set of {sets.counts.max()}, because the "
+            "SGLang server keeps tokens as likely as the last one of top-k; raise rollout.kept_tokens"
+        )
     return Slice(
         token_ids=tokens.astype(np.int32),
         logprobs=logprobs,

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines.call_limits import set_too_large
 from rollmesh.generator.engines.engine_protocol import EngineCounters
 from rollmesh.generator.engines.torch.adapters import BASE, Factors
 from rollmesh.generator.engines.torch.decode_step import Stepper
@@ -122,7 +121,9 @@ class RunningBatch:
             call = self.slots.calls[order.slots[row]]
             assert call is not None
             if not finite[row]:
-                self.outbox.append((call, self._failure(call)))
+                name, version = call.request.trajectory_id, self._version_of(call)
+                error = EngineError(f"the logits of {name} are not finite under policy version {version}")
+                self.outbox.append((call, error))
                 self.remove(call)
             elif stopped[row]:
                 self._finish(call, FinishReason.STOP)
@@ -133,14 +134,6 @@ class RunningBatch:
                 self._hold_if_blocked(call)
         if self._order is not None:
             order.steps_left = self.slots.steps_left(order.slots)
-
-    def _failure(self, call: RunningCall) -> Exception:
-        """Return the error of a call whose last token has no log-probability."""
-        most = call.request.sampling.kept_tokens
-        if self.slots.last_set_size(call.slot) > most:
-            return set_too_large(most)
-        name, version = call.request.trajectory_id, self._version_of(call)
-        return EngineError(f"the logits of {name} are not finite under policy version {version}")
 
     def admit(self, calls: Sequence[RunningCall]) -> None:
         """Prefill calls and put them into slots; the caller has checked free slots and cache room."""

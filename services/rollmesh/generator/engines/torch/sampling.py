@@ -61,12 +61,12 @@ class Restriction:
 
     rows: Tensor  # int64 [restricted]
     top_p: Tensor  # float64 [restricted, 1]
-    top_k: Tensor  # int64 [restricted, 1]; vocabulary size where it is off
+    most: Tensor  # int64 [restricted, 1], most likely tokens that may be kept: top-k, else the largest set
+    of_top_k: Tensor  # bool [restricted, 1], rows whose top-p is of what top-k keeps, not of the vocabulary
     min_p: Tensor  # float64 [restricted, 1]
     candidates: int
-    """Most likely tokens that decide the draw of every row: those of top-k, or one more than a set may have."""
+    """Largest ``most`` of the rows."""
     keeping: Tensor | None  # int64 [keeping], rows whose sets are returned; None if there are none
-    most_kept: Tensor  # int64 [keeping], largest set of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +94,15 @@ class StepSampling:
         restricted, keeping = np.flatnonzero(truncated), np.flatnonzero(truncated & (kept > 0))
         restriction = None
         if len(restricted):
-            bounds = np.where(top_k > 0, top_k, np.where(kept > 0, kept + 1, vocab_size))[restricted]
+            most = np.where(top_k > 0, top_k, np.where(kept > 0, kept, vocab_size))[restricted]
             restriction = Restriction(
-                candidates=min(int(bounds.max()), vocab_size),
+                candidates=min(int(most.max()), vocab_size),
                 rows=torch.from_numpy(restricted).to(device),
                 top_p=column(top_p[restricted]),
-                top_k=column(np.where(top_k > 0, top_k, vocab_size)[restricted]),
+                most=column(most),
+                of_top_k=column(top_k[restricted] > 0),
                 min_p=column(min_p[restricted]),
                 keeping=torch.from_numpy(keeping).to(device) if len(keeping) else None,
-                most_kept=torch.from_numpy(kept[keeping]).to(device),
             )
         return cls(
             inverse_temperature=inverse,
@@ -159,8 +159,7 @@ def sample(logits: Tensor, noise: Tensor, sampling: StepSampling) -> Drawn:
     """Draw one token per row.
 
     ``logits`` [rows, vocab], ``noise`` float64 [rows, 1]. Log-probabilities are those of log_softmax(z/T) over the kept
-    set in keeping rows, NaN where it is too large, and over the full vocabulary in others, whatever they are drawn
-    from; log_softmax(z) at T=0.
+    set in keeping rows, and over the full vocabulary in others, whatever they are drawn from; log_softmax(z) at T=0.
     """
     z = logits.float()
     if sampling.inverse_temperature is not None:
@@ -178,26 +177,27 @@ def sample(logits: Tensor, noise: Tensor, sampling: StepSampling) -> Drawn:
     if sampling.restriction is not None and (keeping := sampling.restriction.keeping) is not None:
         weights = kept[keeping]
         counts = (weights > 0).sum(1)
-        of_set = (weights.gather(1, tokens[keeping]) / cumulative[keeping, -1:]).log()
-        too_large = (counts > sampling.restriction.most_kept).unsqueeze(1)
-        logprobs[keeping] = of_set.masked_fill(too_large, torch.nan).float()
+        logprobs[keeping] = (weights.gather(1, tokens[keeping]) / cumulative[keeping, -1:]).log().float()
         ids = weights.nonzero()[:, 1]
         sets = KeptSets(counts=counts.int().cpu().numpy(), ids=ids.int().cpu().numpy())
     return Drawn(tokens.squeeze(1), logprobs.squeeze(1), sets)
 
 
 def _restrict(probabilities: Tensor, restriction: Restriction) -> Tensor:
-    """Zero the tokens dropped by top-k, by top-p of what it keeps, and by min-p; keep the most likely token."""
+    """Zero the tokens dropped by top-k, by top-p of what it keeps, and by min-p; keep the most likely token.
+
+    Without top-k, top-p is of the vocabulary, and the largest set bounds what it keeps.
+    """
     rows = probabilities[restriction.rows]
     ordered, order = _most_likely(rows, restriction.candidates)
     rank = torch.arange(ordered.shape[-1], device=rows.device)
-    within_k = ordered * (rank < restriction.top_k)
-    mass = within_k.cumsum(-1, dtype=torch.float64)
-    whole = torch.where(restriction.top_k > len(rank), rows.sum(-1, keepdim=True, dtype=torch.float64), mass[:, -1:])
-    # A token is kept while the mass before it is below top_p of the mass kept by top-k.
-    keep = (mass - within_k) < restriction.top_p * whole
-    keep &= within_k >= restriction.min_p * within_k[:, :1]
-    kept = torch.zeros_like(rows).scatter_(1, order, within_k * keep)
+    within = ordered * (rank < restriction.most)
+    mass = within.cumsum(-1, dtype=torch.float64)
+    whole = torch.where(restriction.of_top_k, mass[:, -1:], rows.sum(-1, keepdim=True, dtype=torch.float64))
+    # A token is kept while the mass before it is below top_p of the whole.
+    keep = (mass - within) < restriction.top_p * whole
+    keep &= within >= restriction.min_p * within[:, :1]
+    kept = torch.zeros_like(rows).scatter_(1, order, within * keep)
     result = probabilities.clone()
     result[restriction.rows] = kept
     return result

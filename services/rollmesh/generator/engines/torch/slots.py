@@ -148,10 +148,6 @@ class SlotTable:
     def undelivered(self, slot: int) -> int:
         return int(self._sampled.counts(slot) - self._delivered[slot])
 
-    def last_set_size(self, slot: int) -> int:
-        """Return the size of the set that the slot's last token was drawn from; 0 without kept sets."""
-        return len(self._sets[slot][-1]) if self._sets[slot] else 0
-
     def schedule_chunk(self, call: RunningCall) -> None:
         """Set the end of a call's next chunk; all its tokens must be delivered.
 
