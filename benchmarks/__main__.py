@@ -9,7 +9,7 @@ from rollmesh.cli.common import clear_errors, heavy_module
 
 BENCHES = {
     "engine": "tokens per CPU second of the torch engine, beside Hugging Face generate",
-    "train": "a train step on ragged trajectories, beside padded micro-batches",
+    "train": "train steps beside padded micro-batches, and with shared prefixes beside those without",
     "trl": "updates of the demo, beside TRL's GRPOTrainer",
     "agents": "calls of agents in sessions, beside the same calls sent straight to the generator",
     "queue": "full lives of trajectories in the queue, beside a bare Redis stream",
