@@ -60,13 +60,15 @@ def port_notes(config: RunConfig) -> list[str]:
     if problem := _taken(fallback, 0):
         raise ConfigError(f"{field}={fallback}: {problem}; set an address of this machine, IPv6 without brackets")
     gateway_host = config.gateway.host or fallback
-    agents = config.rollout.program == "agent" and config.agents.enabled is not False
-    # A service of a killed launcher may hold the port until it has noticed.
-    if agents and (problem := _taken(config.agents.host or gateway_host, config.agents.port, PORT_SECONDS)):
-        raise ConfigError(
-            f"agents.port={config.agents.port}: {problem}, and this run needs the API; set another port (0 for any) or "
-            "agents.host"
-        )
+    agents, first = config.rollout.program == "agent" and config.agents.enabled is not False, config.agents.port
+    for number in range(agents and (config.launcher.agents_replicas if first else 1)):
+        # A service of a killed launcher may hold the port until it has noticed.
+        if problem := _taken(config.agents.host or gateway_host, first + number, PORT_SECONDS):
+            which = f"{first} + {number} (launcher.agents_replicas)" if number else f"{first}"
+            raise ConfigError(
+                f"agents.port={which}: {problem}, and this run needs the API; set another port (0 for any) or "
+                "agents.host"
+            )
     if config.gateway.enabled and (problem := _taken(gateway_host, config.gateway.port)):
         return [
             f"gateway.port={config.gateway.port}: {problem}; the run will have no page: set another port (0 for any), "
@@ -187,6 +189,8 @@ def _taken(host: str, port: int, seconds: float = 0.0) -> str:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
                 return ""
+        except OverflowError:
+            return "no port is above 65535"
         except OSError as error:
             if time.monotonic() >= deadline:
                 return f"{host} refuses it ({error.strerror})"

@@ -251,10 +251,16 @@ def test_a_validation_says_that_no_redis_answers_at_the_address(folder: Path, ho
 
 
 def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:
+    run = {"rollout": {"program": "agent"}, "launcher": {"agents_replicas": 2}}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        message = refused(folder, {"agents": {"port": port}, "rollout": {"program": "agent"}})
+        message = refused(folder, {**run, "agents": {"port": port}})
+        of_the_second = refused(folder, {**run, "agents": {"port": port - 1}})
     assert f"agents.port={port}: 127.0.0.1 refuses it" in message
+    assert f"agents.port={port - 1} + 1 (launcher.agents_replicas): 127.0.0.1 refuses it" in of_the_second
+    assert "agents.port=65535 + 1 (launcher.agents_replicas): no port is" in refused(
+        folder, {**run, "agents": {"port": 65535}}
+    )
 
 
 def test_a_live_run_of_the_same_folder_is_named_not_its_port(folder: Path) -> None:
