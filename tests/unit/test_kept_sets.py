@@ -13,13 +13,10 @@ from rollmesh.errors import DataError
 from rollmesh.kept_sets import check_sets, join_sets, pack_sets, slice_sets, unpack_sets
 from rollmesh.types import KeptSets
 
+from ..kit.made_batches import sets_of
+
 LARGEST_ID = 2**31 - 1
 LISTS = st.lists(st.lists(st.integers(0, LARGEST_ID), max_size=5, unique=True).map(sorted), max_size=8)
-
-
-def sets_of(lists: list[list[int]]) -> KeptSets:
-    flat = [token for each in lists for token in each]
-    return KeptSets(counts=np.array([len(each) for each in lists], np.int32), ids=np.array(flat, np.int32))
 
 
 def lists_of(sets: KeptSets | None) -> list[list[int]]:

@@ -181,11 +181,10 @@ class Decoder:
         if logprobs.isnan().any():  # the real one samples something too, and says null
             logprobs = torch.zeros_like(logprobs)
         probabilities, order = logprobs.exp().sort(descending=True)
-        top_k = params.get("top_k", -1)
-        if top_k > 0:
-            probabilities[top_k:] = 0
         before = probabilities.cumsum(0) - probabilities
-        probabilities[before >= params.get("top_p", 1.0) * probabilities.sum()] = 0
+        probabilities[before > params.get("top_p", 1.0)] = 0
+        if (top_k := params.get("top_k", -1)) > 0:
+            probabilities[top_k:] = 0
         probabilities[probabilities < params.get("min_p", 0.0) * probabilities[0]] = 0
         return probabilities, order
 
