@@ -79,8 +79,9 @@ async def trainer_way(config: RunConfig, folder: RunFolder, note: Callable[[str]
     way = fastest(ways, threads)
     if way.seconds is not None:
         write_text(file, json.dumps({"cores": idle, "taken": asdict(way), "tried": [asdict(each) for each in ways]}))
-    times = (f"{each} {'failed' if each.seconds is None else f'{each.seconds:.3g} s'}" for each in ways)
-    note(f"trainer: {way}; a train step takes: {', '.join(times) or 'unknown'}")
+    times = ("failed or too slow" if each.seconds is None else f"{each.seconds:.3g} s" for each in ways)
+    steps = ", ".join(f"{each} {time}" for each, time in zip(ways, times, strict=True))
+    note(f"trainer: {way}; a train step takes: {steps or 'unknown'}")
     return way
 
 

@@ -41,6 +41,8 @@ _LONGEST = 256
 _MEMBERS = 8
 _MOST_TOKENS = 4096
 """Tokens of a step per process."""
+_WORK = 5e10
+"""Tokens of a step times bytes of the weights, so that the steps of a large model end in time too: about 3 seconds."""
 
 
 def ways(cores: int) -> list[tuple[int, int]]:
@@ -50,11 +52,14 @@ def ways(cores: int) -> list[tuple[int, int]]:
 
 
 def random_batch(config: RunConfig, cores: int) -> Batch:
-    """Return a batch of random answers that fills a micro-batch of each process."""
+    """Return a batch of random answers that fills a micro-batch of each process, or less of a large model."""
     folder = resolve_model(config.model.path)
     vocabulary = architecture_of(read_json(folder / "config.json"), str(folder)).vocab_size
-    rng, length = np.random.default_rng(0), min(_LONGEST, config.rollout.max_new_tokens)
     tokens = min(cores, _MOST_PROCESSES) * min(config.trainer.tokens_per_microbatch, _MOST_TOKENS)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    tokens = max(_MEMBERS, min(tokens, int(_WORK / weights)))
+    length = min(_LONGEST, config.rollout.max_new_tokens, tokens // _MEMBERS)
+    rng = np.random.default_rng(0)
     prompt = Prompt(prompt_id="0", token_ids=rng.integers(0, vocabulary, 8).astype(np.int32), verifier="exact")
 
     def member(group: int, index: int) -> Trajectory:
@@ -78,15 +83,17 @@ def random_batch(config: RunConfig, cores: int) -> Batch:
 
     groups = (
         Group(group_id=str(at), admission_index=at, trajectories=tuple(member(at, index) for index in range(_MEMBERS)))
-        for at in range(math.ceil(tokens / (_MEMBERS * length)))
+        for at in range(tokens // (_MEMBERS * length))
     )
     return Batch(train_step=1, groups=tuple(groups))
 
 
-def _rank(config: RunConfig, batch: Batch, way: tuple[int, int], meet: str, result: Connection, rank: int) -> None:
-    """Train as one rank, and send the seconds of the fastest step."""
+def _rank(
+    config: RunConfig, batch: Batch, way: tuple[int, int], trial: int, meet: str, result: Connection, rank: int
+) -> None:
+    """Train as one rank of the ``trial`` process, and send the seconds of each step."""
     processes, threads = way
-    die_with_parent(os.getppid())
+    die_with_parent(trial)
     torch.set_num_threads(threads)
     if processes > 1:
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
@@ -106,7 +113,7 @@ def step_seconds(config: RunConfig, batch: Batch, way: tuple[int, int]) -> float
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        work = partial(_rank, config, batch, way, f"{folder}/ranks", sending)
+        work = partial(_rank, config, batch, way, os.getpid(), f"{folder}/ranks", sending)
         ranks = [context.Process(target=work, args=(rank,)) for rank in range(way[0])]
         for process in ranks:
             process.start()

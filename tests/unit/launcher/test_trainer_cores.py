@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from rollmesh.config import RunConfig, write_run_config
+from rollmesh.config.recipes import resolve_model
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.trainer_cores import CORES_FILE, CoreWay, fastest, idle_cores, trainer_way
-from rollmesh.trainer.core_trial import ways
+from rollmesh.trainer.core_trial import random_batch, ways
 
 
 def run_of(folder: Path, processes: int | str = "auto", **sections: object) -> RunConfig:
@@ -73,6 +74,15 @@ def test_without_a_measurement_the_trainer_is_one_process_with_the_threads_of_th
 def test_the_ways_of_eight_cores_use_all_of_them_but_the_first():
     assert ways(8) == [(1, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
     assert ways(2) == [(1, 1), (1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(("gigabytes", "tokens"), [(0.001, 2 * 512), (1, 48), (100, 8)])
+def test_a_step_of_a_large_model_has_fewer_tokens_so_that_it_ends_in_time(tmp_path, gigabytes, tokens):
+    (tmp_path / "config.json").write_bytes((resolve_model("recipe:countdown") / "config.json").read_bytes())
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(int(gigabytes * 10**9))  # takes no room on the disk
+    batch = random_batch(run_of(tmp_path, model={"path": str(tmp_path)}), 2)
+    assert sum(each.response_token_count for group in batch.groups for each in group.trajectories) == tokens
 
 
 def test_each_way_is_tried_once_on_the_cores_that_are_idle_and_another_machine_is_measured_again(tmp_path):
