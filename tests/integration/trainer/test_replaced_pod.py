@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -75,17 +76,23 @@ class Pods:
     def kill(self) -> None:
         for process in self.processes:
             if process.poll() is None:
-                delete(process)
+                end(process, signal.SIGKILL)
 
 
 def delete(pod: subprocess.Popen[bytes], number: signal.Signals = signal.SIGKILL) -> None:
     """End a pod by a signal to its first process, or all of it by SIGKILL."""
+    assert end(pod, number) in (128 + signal.SIGTERM, -signal.SIGKILL)
+
+
+def end(pod: subprocess.Popen[bytes], number: signal.Signals) -> int:
+    """Send the signal of ``delete`` and return the exit status, which is the pod's own if it ended before."""
     ranks = psutil.Process(pod.pid).children(recursive=True)
     pod.send_signal(number)
     if number is signal.SIGKILL:
         for rank in ranks:
-            rank.kill()
-    assert pod.wait(START_SECONDS) in (128 + signal.SIGTERM, -signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+    return pod.wait(START_SECONDS)
 
 
 @pytest.fixture
