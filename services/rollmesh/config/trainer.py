@@ -19,7 +19,7 @@ from rollmesh.config.old_logprob_methods import (
     ReplayConfig,
     UpdateScaleName,
 )
-from rollmesh.config.section import Section
+from rollmesh.config.section import Section, one_error
 
 TRAINER_POINTS: Mapping[str, Point[Any]] = {
     "advantage": ADVANTAGES,
@@ -212,7 +212,7 @@ class TrainerConfig(Section):
     """Token budget of one forward and backward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the trainer."""
-    share_prefixes: Literal["auto"] | bool = "auto"
+    share_prefixes: Annotated[Literal["auto"] | bool, one_error("auto, true or false")] = "auto"
     """Compute the tokens that trajectories begin with in common once a micro-batch. auto does so where it saves 96
     tokens or more, and not with model.adapter.dropout or a model that ignores positions, which true refuses."""
     gradient_checkpointing: bool = False

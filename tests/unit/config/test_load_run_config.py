@@ -46,6 +46,7 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
     ("fields", "problem"),
     [
         ("schedule.pool_size=many", r"pool_size: expected a whole number .* from 1 on, auto or null \(got 'many'\)"),
+        ("trainer.share_prefixes=many", r"1 problem.*\n.*share_prefixes: expected auto, true or false \(got 'many'\)"),
         ("schedule.pool_size=0", r"schedule.pool_size: expected a whole number .*\(got 0\)"),
         ("schedule.pool_size=1.5", r"schedule.pool_size: expected a whole number .*\(got 1.5\)"),
         ("shedule={}", r"shedule: unknown key; did you mean schedule\?"),
