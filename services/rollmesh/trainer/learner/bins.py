@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from rollmesh.trainer.learner.prefix_tree import PrefixTree, prefix_tree
 from rollmesh.types import Int32Array
 
 _ROOM = 1.25
 """Size of a bin whose sequences are longer than the budget, against the longest of them."""
+_FINER = (1, 2, 4)
+"""Parts of a rank's share to try as limits of what stays together: small parts are balanced, and repeat more tokens."""
 
 
 def prefix_bins(
@@ -17,19 +20,36 @@ def prefix_bins(
     """Distribute the indices of ``sequences`` over balanced bins of at most ``budget`` computed tokens.
 
     ``multiple`` is that of ``balanced_bins``, ``least_saved`` that of ``prefix_tree``. What begins alike stays in one
-    bin where it fits and is no more than the share of one rank; else its continuations are distributed. Where a
-    sequence is longer than the budget, a bin has up to 1.25 times the tokens of the longest one.
+    bin where it fits, unless several ranks end sooner when its continuations are distributed. Where a sequence is
+    longer than the budget, a bin has up to 1.25 times the tokens of the longest one.
     """
     inputs = [ids[:-1] for ids in sequences]
     longest = max(map(len, inputs), default=0)
     most = budget if longest <= budget else int(longest * _ROOM)
-    units = _units(prefix_tree(inputs, least_saved), most, multiple)
-    bins = balanced_bins([size for _, size in units], budget, multiple)
-    return [[sequence for index in chosen for sequence in units[index][0]] for chosen in bins]
+    tree = prefix_tree(inputs, least_saved)
+
+    def computed(unit: list[int]) -> int:
+        branches = prefix_tree([inputs[s] for s in unit], least_saved).branches
+        return branches[-1].end if branches else 0
+
+    units = [_units(tree, most, 1)]
+    if multiple > 1:
+        units += [*(_units(tree, most, multiple * finer) for finer in _FINER), [[s] for s in range(len(inputs))]]
+    return min((_dealt(each, list(map(computed, each)), budget, multiple) for each in units), key=itemgetter(0))[1]
 
 
-def _units(tree: PrefixTree, most: int, multiple: int) -> list[tuple[list[int], int]]:
-    """Return what is not divided between bins: sequences, and the tokens that they compute, at most ``most``."""
+def _dealt(units: Sequence[list[int]], sizes: Sequence[int], budget: int, multiple: int) -> tuple[int, list[list[int]]]:
+    """Return the bins of units, the largest first, and the tokens that a rank computes or waits for.
+
+    The ranks compute one micro-batch each at a time, until the largest of them ends.
+    """
+    bins = balanced_bins(sizes, budget, multiple)
+    loads = sorted(((sum(sizes[i] for i in chosen), chosen) for chosen in bins), reverse=True)
+    return sum(load for load, _ in loads[::multiple]), [[s for i in chosen for s in units[i]] for _, chosen in loads]
+
+
+def _units(tree: PrefixTree, most: int, shares: int) -> list[list[int]]:
+    """Return the sequences that are not divided between bins: at most ``most`` tokens, or one of ``shares`` of all."""
     count = len(tree.branches)
     children: list[list[int]] = [[] for _ in range(count + 1)]  # the last one is the root, index -1
     members: list[list[int]] = [[] for _ in range(count + 1)]  # sequences that end with the branch, then all below it
@@ -43,7 +63,7 @@ def _units(tree: PrefixTree, most: int, multiple: int) -> list[tuple[list[int], 
             members[parent] += members[index]
     total = sum(branch.end - branch.start for branch in tree.branches)
 
-    units: list[tuple[list[int], int]] = []
+    units: list[list[int]] = []
     pending = [-1]
     while pending:
         index = pending.pop()
@@ -55,17 +75,16 @@ def _units(tree: PrefixTree, most: int, multiple: int) -> list[tuple[list[int], 
         for child in children[index]:
             branch = tree.branches[child]
             own = branch.stop - branch.start
-            if children[child] and (before + own > most or own * multiple > total):
+            if children[child] and (before + own > most or own * shares > total):
                 pending.append(child)
             else:
                 parts.append((members[child], own))
         if index < 0:
-            units = parts
+            units = [sequences for sequences, _ in parts]
             continue
-        shares = multiple if size * multiple > total else 1
-        for chosen in balanced_bins([own for _, own in parts], most - before, shares):
+        for chosen in balanced_bins([own for _, own in parts], most - before, max(1, -(-size * shares // total))):
             if chosen:
-                units.append(([s for i in chosen for s in parts[i][0]], before + sum(parts[i][1] for i in chosen)))
+                units.append([s for i in chosen for s in parts[i][0]])
     return units
 
 

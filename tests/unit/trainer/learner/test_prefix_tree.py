@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,3 +108,20 @@ def test_a_group_above_the_budget_is_divided_into_as_few_bins_as_hold_it() -> No
     # A prompt above the budget: the answers stay with it, in bins of 1.25 times the longest trajectory.
     assert len(prefix_bins(group, 1024, least_saved=1)) == 8
     assert sorted(map(len, prefix_bins(group[:8], 8192, 2, 1))) == [4, 4]  # one for each rank
+
+
+@pytest.mark.parametrize(("groups", "ranks"), [(3, 2), (4, 3), (5, 4), (10, 8), (8, 8)])
+def test_ranks_wait_for_no_more_tokens_than_without_sharing(groups: int, ranks: int) -> None:
+    rng = np.random.default_rng(0)
+    sequences = [
+        np.concatenate([prompt, rng.integers(0, 1000, rng.integers(50, 150))]).astype(np.int32)
+        for prompt in rng.integers(0, 1000, (groups, 24))
+        for _ in range(8)
+    ]
+
+    def waited(least_saved: int | None) -> int:
+        bins = prefix_bins(sequences, 8192, ranks, least_saved)
+        rows = [row_of(prefix_tree(each, least_saved), each)[0] for each in ([sequences[i] for i in b] for b in bins)]
+        return sum(max(map(len, rows[at : at + ranks])) for at in range(0, len(rows), ranks))
+
+    assert waited(96) <= waited(None)
