@@ -8,6 +8,7 @@ import shutil
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -250,10 +251,22 @@ def test_a_validation_says_that_no_redis_answers_at_the_address(folder: Path, ho
     assert "start that server, or correct the address" in done.stderr and "secret" not in done.output
 
 
+def listening(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))
+
+
+def second_of_two_ports() -> int:
+    """Return a free port after a free one, below those that a program gets that asks for any port."""
+    for port in range(23_002, 32_000, 2):
+        with suppress(OSError), listening(port - 1), listening(port):
+            return port
+    raise OSError("no two free ports")
+
+
 def test_an_agent_run_whose_port_is_taken_is_refused(folder: Path) -> None:
     run = {"rollout": {"program": "agent"}, "launcher": {"agents_replicas": 2}}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = second_of_two_ports()
+    with listening(port):
         message = refused(folder, {**run, "agents": {"port": port}})
         of_the_second = refused(folder, {**run, "agents": {"port": port - 1}})
     assert f"agents.port={port}: 127.0.0.1 refuses it" in message
