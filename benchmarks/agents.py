@@ -2,10 +2,9 @@
 
 200 sessions at once, each of 6 turns that end with the call of a tool; a tool takes two to four seconds. The baseline
 sends the contexts of such sessions to the same generator as token ids, with the same times in tools. Overhead is the
-difference of the two times of a call, in the same turn of the same session, while both are played at once: the
-generator, which shares the processors with the service, has the same work in both. Played apart, the difference also
-has what the service takes from the generator. The generator's step lasts 10 ms, as that of a larger model does. Without
-time in tools the service is the limit.
+difference of the two times of a call, in the same turn of the same session, each played alone: it also has what the
+service takes from the generator, which shares the processors with it. The generator's step lasts 10 ms, as that of a
+larger model does. Without time in tools the service is the limit.
 
 Memory is that of the service's process while 10,000 sessions of one call each come and go.
 """
@@ -64,37 +63,34 @@ def run(*, quick: Quick = False) -> list[Measure]:
 
 
 async def _measure(folder: Path, sessions: int, turns: int, rounds: int, many: int) -> list[Measure]:
-    total = (rounds + 3) * sessions + many
+    total = (rounds + 2) * sessions + many
     async with agents_run(folder, sessions=total, at_once=sessions) as scene, GenerationClient() as client:
         agents = Agents(scene)
         warm_up, _ = await _play(agents.play, sessions, turns, tools=False, ids=True)
         bare = Bare(scene, client, warm_up)
-        plays = (agents.play, bare.play)
-        apart = [await _play(play, sessions, turns, tools=True) for play in plays]
-        together = [
-            await asyncio.gather(*(_play(play, sessions, turns, tools=True) for play in plays)) for _ in range(rounds)
+        both = [
+            [(await _play(play, sessions, turns, tools=True))[0] for play in (agents.play, bare.play)]
+            for _ in range(rounds)
         ]
         _, busy = await _play(agents.play, sessions, turns, tools=False)
         _, bare_busy = await _play(bare.play, sessions, turns, tools=False)
         memory = await _memory(agents, scene.pid, many)
     rates = [sessions * turns / seconds for seconds in (busy, bare_busy)]
     rate = compared("calls without time in tools", rates[0], "calls/s", "the generator alone", rates[1])
-    service = [ours for (ours, _), _ in together]
-    return [*_overheads(together), *_overheads([apart], ", played apart"), rate, _cached_share(service), memory]
+    return [*_overheads(both), rate, _cached_share([ours for ours, _ in both]), memory]
 
 
-def _overheads(rounds: Sequence[Sequence[tuple[Played, float]]], how: str = "") -> list[Measure]:
+def _overheads(rounds: Sequence[Sequence[Played]]) -> list[Measure]:
     """Return the times of a call through the service and straight to the generator, and their difference."""
     ours, theirs = (
-        np.array([turn.seconds for both in rounds for own in both[at][0] for turn in own]) * 1000 for at in (0, 1)
+        np.array([turn.seconds for both in rounds for own in both[at] for turn in own]) * 1000 for at in (0, 1)
     )
     p50, p99 = np.percentile(ours - theirs, [50, 99])
     medians = float(np.median(ours)), float(np.median(theirs))
-    bars = () if how else (at_most("value", 10.0),)
     return [
-        compared(f"a call in a session, p50{how}", medians[0], "ms", "the same call to the generator", medians[1]),
-        Measure(name=f"overhead of a call, p50{how}", value=float(p50), unit="ms", bars=bars),
-        Measure(name=f"overhead of a call, p99{how}", value=float(p99), unit="ms"),
+        compared("a call in a session, p50", medians[0], "ms", "the same call to the generator", medians[1]),
+        Measure(name="overhead of a call, p50", value=float(p50), unit="ms", bars=(at_most("value", 10.0),)),
+        Measure(name="overhead of a call, p99", value=float(p99), unit="ms"),
     ]
 
 
