@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 
 from rollmesh.algorithms.losses import ClipReason
 from rollmesh.algorithms.ratios import k1, k3
-from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64Array, TrainBatch
+from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
+from rollmesh.types import BoolArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

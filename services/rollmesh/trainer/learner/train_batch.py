@@ -15,9 +15,8 @@ from rollmesh.algorithms.advantages import Advantage, TrajectoryColumns
 from rollmesh.errors import DataError
 from rollmesh.kept_sets import check_sets, choose_sets, join_sets, trajectory_sets
 from rollmesh.trainer.learner.credit import units_of
-from rollmesh.types import Batch, FinishReason, Float32Array, Int32Array, KeptSets, SegmentSource, Trajectory
+from rollmesh.types import Batch, BoolArray, FinishReason, Float32Array, Int32Array, KeptSets, SegmentSource, Trajectory
 
-BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 

@@ -35,7 +35,6 @@ from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_state import apply_update
 from rollmesh.trainer.learner.step_report import TokenResults, effective_sample_size
 from rollmesh.trainer.learner.train_batch import (
-    BoolArray,
     Float64Array,
     Int64Array,
     TrainBatch,
@@ -43,7 +42,7 @@ from rollmesh.trainer.learner.train_batch import (
     split_minibatches,
     trajectory_columns,
 )
-from rollmesh.types import Batch
+from rollmesh.types import Batch, BoolArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
