@@ -254,6 +254,19 @@ class RewardOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherColumn:
+    """Log-probabilities of a teacher for the tokens of one response, at the softmax temperature of the run."""
+
+    teacher: str
+    """Name of the teacher in the run file."""
+    manifest_digest: str
+    """sha256 (hex) of the weights, tokenizer and settings of its model."""
+    logprobs: Float32Array  # [response_tokens], log_softmax(z/T), environment tokens too
+    top_ids: Int32Array | None = None  # [response_tokens, top_k], most likely first; None without top_k
+    top_logprobs: Float32Array | None = None  # [response_tokens, top_k], log_softmax(z/T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """Prompt, segments, finish reason and reward of one rollout."""
 
@@ -271,6 +284,8 @@ class Trajectory:
     traceparent: str = ""
     cut_token_count: int = 0
     """Sampled tokens after the end that the group shaper chose; the segments end there."""
+    teacher: TeacherColumn | None = None
+    """Scores of all response tokens under the teacher of the prompt's domain; None in a run without teachers."""
 
     @property
     def response_token_count(self) -> int:

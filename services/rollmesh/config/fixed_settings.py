@@ -26,7 +26,7 @@ FIXED: Mapping[str, str] = {
     ),
     f"it defines the score of an answer, and {_NOT_COMPARABLE}": (
         "reward.verifier reward.options reward.on_timeout reward.on_error reward.fixed_value reward.answer_after "
-        "reward.overlong_buffer_tokens curriculum.group_shaper curriculum.group_shaper_options"
+        "reward.overlong_buffer_tokens curriculum.group_shaper curriculum.group_shaper_options teachers"
     ),
     "evaluations of one run are compared with each other": (
         "data.evaluation_source evaluation.prompt_count evaluation.samples_per_prompt evaluation.temperature "

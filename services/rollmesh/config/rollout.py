@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rollmesh.config.section import Section, Temperature
+from rollmesh.config.section import GrpcAddress, Section, Temperature
 from rollmesh.types import LARGEST_REWARD, LOWEST_TEMPERATURE, SamplingParams
 
 
@@ -132,7 +132,7 @@ class RewardConfig(Section):
     verifier: str = "countdown"
     """Verifier of prompts without one: a built-in one (docs/reference/verifiers.md), or ``module:function`` of your
     code."""
-    address: str | None = Field(default=None, pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):[0-9]{1,5}$")
+    address: GrpcAddress | None = None
     """host:port of the reward services. Requests are balanced over every address of the name, so use a headless
     service; null finds the services in the run folder."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -29,6 +29,7 @@ from rollmesh.config.services import (
     TelemetryConfig,
 )
 from rollmesh.config.store import CheckpointConfig, StoreConfig
+from rollmesh.config.teachers import TeacherConfig, TeacherName
 from rollmesh.config.trainer import DUAL_CLIP, TrainerConfig
 
 
@@ -51,6 +52,8 @@ class RunConfig(Section):
     """Program and limits of a rollout."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
     """Scoring."""
+    teachers: dict[TeacherName, TeacherConfig] = Field(default_factory=dict)
+    """Teachers by name; ``trainer.algorithm`` says what the policy learns from their scores."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """Admission and cut."""
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
@@ -95,11 +98,28 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _the_sections_fit_together(self) -> Self:
         problems = chain(
-            _algorithm_problems(self), _sampler_problems(self), _size_problems(self), _adapter_problems(self)
+            _algorithm_problems(self),
+            _sampler_problems(self),
+            _size_problems(self),
+            _adapter_problems(self),
+            _teacher_problems(self),
         )
         if (problem := next(problems, None)) is not None:
             raise ValueError(problem)
         return self
+
+
+def _teacher_problems(config: RunConfig) -> Iterator[str]:
+    owners: dict[str, str] = {}
+    for name, teacher in config.teachers.items():
+        for domain in teacher.domains or ("",):
+            if (other := owners.setdefault(domain, name)) != name:
+                scope = f"domain {domain}" if domain else "the prompts of no other teacher"
+                yield f"teachers.{name}.domains: {scope} is of teachers.{other}; give every teacher domains of its own"
+    if config.teachers and (config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p):
+        yield "teachers: score the full distribution; leave out rollout.top_p, rollout.top_k and rollout.min_p"
+    if config.teachers and config.rollout.temperature == 0:
+        yield "rollout.temperature=0: a greedy policy has no log-probabilities to compare with those of a teacher"
 
 
 def _adapter_problems(config: RunConfig) -> Iterator[str]:

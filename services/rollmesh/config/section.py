@@ -75,6 +75,9 @@ def greedy_or_resolvable(temperature: float) -> float:
 Temperature = Annotated[float, Field(ge=0), AfterValidator(greedy_or_resolvable)]
 """Softmax temperature; 0 is greedy."""
 
+GrpcAddress = Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):[0-9]{1,5}$")]
+"""host:port of gRPC services."""
+
 
 def one_line(secret: str) -> str:
     """Return a secret without the line break at its end, which editors and ``echo`` add to a file."""

@@ -28,6 +28,7 @@ from rollmesh.types import (
     SamplingParams,
     Segment,
     SegmentSource,
+    TeacherColumn,
     Trajectory,
     TurnReturn,
 )
@@ -222,6 +223,8 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     )
     if trajectory.outcome is not None:
         message.outcome.CopyFrom(outcome_to_pb(trajectory.outcome))
+    if trajectory.teacher is not None:
+        message.teacher.CopyFrom(teacher_to_pb(trajectory.teacher))
     return message
 
 
@@ -233,7 +236,36 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         segments=tuple(segment_from_pb(s) for s in message.segments),
         finish_reason=finish_from_pb(message.finish_reason),
         outcome=outcome_from_pb(message.outcome) if message.HasField("outcome") else None,
+        teacher=teacher_from_pb(message.teacher) if message.HasField("teacher") else None,
     )
+
+
+def teacher_to_pb(column: TeacherColumn) -> pb.TeacherColumn:
+    """Encode a teacher's scores."""
+    message = pb.TeacherColumn(teacher=column.teacher, manifest_digest=column.manifest_digest)
+    _fill_tensor(message.logprobs, column.logprobs)
+    if column.top_ids is not None and column.top_logprobs is not None:
+        message.top_k = column.top_ids.shape[1]
+        _fill_tensor(message.top_ids, column.top_ids.ravel())
+        _fill_tensor(message.top_logprobs, column.top_logprobs.ravel())
+    return message
+
+
+def teacher_from_pb(message: pb.TeacherColumn) -> TeacherColumn:
+    """Decode a teacher's scores. Raises DataError for arrays of other sizes than the number of tokens."""
+    logprobs = floats_from_pb(message.logprobs, "teacher.logprobs")
+    top: dict[str, Any] = {}
+    if message.top_k:
+        top = {
+            "top_ids": ids_from_pb(message.top_ids, "teacher.top_ids"),
+            "top_logprobs": floats_from_pb(message.top_logprobs, "teacher.top_logprobs"),
+        }
+        shape = (len(logprobs), message.top_k)
+        for name, values in top.items():
+            if values.size != shape[0] * shape[1]:
+                raise DataError(f"teacher.{name}: {values.size} values, expected {shape[0]} tokens times {shape[1]}")
+            top[name] = values.reshape(shape)
+    return TeacherColumn(teacher=message.teacher, manifest_digest=message.manifest_digest, logprobs=logprobs, **top)
 
 
 def batch_to_pb(batch: Batch) -> pb.Batch:

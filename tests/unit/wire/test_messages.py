@@ -26,6 +26,7 @@ from rollmesh.types import (
     SamplingParams,
     Segment,
     SegmentSource,
+    TeacherColumn,
     Trajectory,
     TurnReturn,
     VersionNeed,
@@ -99,6 +100,20 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         ),
         shaped_reward=draw(st.floats(-5, 5)),
         birth_version=draw(st.integers(0, 99)),
+        teacher=draw(st.none() | teacher_columns()),
+    )
+
+
+@st.composite
+def teacher_columns(draw: st.DrawFn) -> TeacherColumn:
+    tokens, top_k = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    scores = np.linspace(-9, 0, tokens * (top_k + 1), dtype=np.float32).reshape(tokens, top_k + 1)
+    return TeacherColumn(
+        teacher=draw(st.text(max_size=5)),
+        manifest_digest=draw(st.text(max_size=5)),
+        logprobs=scores[:, 0],
+        top_ids=np.arange(tokens * top_k, dtype=np.int32).reshape(tokens, top_k) if top_k else None,
+        top_logprobs=scores[:, 1:] if top_k else None,
     )
 
 
