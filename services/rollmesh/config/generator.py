@@ -101,6 +101,8 @@ class SglangConfig(EngineSection):
             return "for engine=torch only; leave it out with engine=sglang"
         if field == "cuda_graphs" and value:
             return "for engine=torch only; leave it out, an SGLang server captures its graphs"
+        if field == "speculation" and value != "off":
+            return "for engine=torch only; set off with engine=sglang"
         if self.url is not None and field == "replicas" and value > 1:
             return f"generators cannot share {server}, because each loads policies into its server; set 1"
         if self.url is not None and field == "device" and value != "auto":
@@ -160,6 +162,10 @@ class GeneratorConfig(Section):
     cuda_graphs: bool = False
     """engine=torch on a GPU: decode with CUDA graphs, one per bucket of rows, instead of one launch per operation. Not
     yet run on a GPU. On a CPU the same padded steps run without capture; slower, for tests."""
+    speculation: Literal["off", "history"] = "off"
+    """engine=torch: history drafts the next tokens of a call from earlier responses to its prompt, and one wide decode
+    step verifies them: the same tokens in fewer steps. It pays while few calls run and responses repeat earlier ones;
+    elsewhere it is off by itself."""
     sglang: SglangConfig = Field(default_factory=SglangConfig)
     """SGLang server."""
 
@@ -179,6 +185,15 @@ class GeneratorConfig(Section):
         for name in type(self).model_fields:
             if reason := self.engine_section.problem(name, getattr(self, name)):
                 raise ValueError(f"generator.{name}={getattr(self, name)}: {reason}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_pace_is_one_token_a_step(self) -> Self:
+        if self.pace is not None and self.speculation != "off":
+            raise ValueError(
+                f"generator.speculation={self.speculation}: generator.pace has the seconds of steps of one token a "
+                "call; set off, or leave generator.pace out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -28,7 +28,8 @@ MAY_CHANGE: dict[str, str] = {
     "generator": (
         "replicas device slots max_context_tokens kv_token_capacity on_new_version "
         "reload_at_once reload_every_versions canary_threshold "
-        "refused_versions_limit drain_timeout_seconds pace cuda_graphs sglang.url sglang.python sglang.arguments "
+        "refused_versions_limit drain_timeout_seconds pace cuda_graphs speculation "
+        "sglang.url sglang.python sglang.arguments "
         "sglang.environment sglang.interrupt sglang.start_timeout_seconds sglang.request_timeout_seconds "
         "sglang.update_timeout_seconds sglang.admin_key"
     ),

@@ -52,6 +52,30 @@ class EngineCounters:
     """Times a call was held because its caller was late to save the tokens."""
 
 
+RUNNING_BOUNDS = (1, 2, 4, 8, 16, 32, 64)
+"""Largest numbers of running calls of the classes in ``SpeculationCounters``; a last class has all above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationCounters:
+    """Lifetime counters of speculative decoding, and the memory of its drafts now."""
+
+    drafted_token_total: int = 0
+    """Draft tokens that a wide step has verified."""
+    accepted_token_total: int = 0
+    """Draft tokens that were sampled, too; each saves its call one decode step."""
+    draft_bytes: int = 0
+    row_steps: tuple[int, ...] = (0,) * (len(RUNNING_BOUNDS) + 1)
+    """Sum of the calls over all decode steps, by class of running calls."""
+    row_tokens: tuple[int, ...] = (0,) * (len(RUNNING_BOUNDS) + 1)
+    """Tokens that these steps sampled: over ``row_steps``, the tokens of a call a step."""
+
+    @property
+    def wasted_token_total(self) -> int:
+        """Draft tokens that were verified in vain."""
+        return self.drafted_token_total - self.accepted_token_total
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineStatus(EngineCounters):
     """Load and counters of an engine; the defaults are those before it starts."""
@@ -67,6 +91,8 @@ class EngineStatus(EngineCounters):
     """Decode steps; None if the engine cannot count them."""
     decode_seconds_total: float | None = 0.0
     """Seconds of the decode steps, without prefills; None if the engine cannot count them."""
+    speculation: SpeculationCounters | None = None
+    """None while ``generator.speculation`` is off."""
 
 
 class Engine(Protocol):
