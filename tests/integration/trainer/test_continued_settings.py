@@ -34,7 +34,8 @@ async def test_a_continued_run_takes_new_settings_from_its_first_new_batch_on(ru
             await run.until_finished()
         lines = run.lines()
         assert [line["replayed"] for line in lines] == [step <= written for step in range(1, 9)]
-        rates = [learning_rate((run.config if step <= written else now).trainer, step) for step in range(1, 9)]
+        sections = [(run.config if step <= written else now).trainer for step in range(1, 9)]
+        rates = [learning_rate(section, step, section.train_steps) for step, section in enumerate(sections, 1)]
         assert [line["learning_rate"] for line in lines] == rates
         assert [line["updates"] for line in lines] == [1 if step <= written else GROUPS for step in range(1, 9)]
         assert '"minibatches": "1 -> 2"' in run.log()

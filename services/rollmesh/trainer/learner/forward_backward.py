@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,14 +14,14 @@ from torch import Tensor
 from rollmesh.algorithms.aggregation import Aggregation, aggregate
 from rollmesh.algorithms.losses import LossInput, LossOptions, PolicyLoss, TokenLoss
 from rollmesh.algorithms.ratios import UpdateScale, k3
-from rollmesh.config.trainer import TrainerConfig
+from rollmesh.config.optimization import OptimizationConfig
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.bins import prefix_bins
 from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ranks
 from rollmesh.trainer.learner.packing import MicroBatch, pack, pack_sequences
 from rollmesh.trainer.learner.packing_check import shares_prefixes
 from rollmesh.trainer.learner.policy_model import PolicyModel
-from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
+from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TokenBatch, TrainBatch
 from rollmesh.types import Float32Array, FloatArray, Int32Array, KeptSets
 
 _LEAST_SAVED: Mapping[bool | str, int | None] = {"auto": 96, True: 1, False: None}
@@ -67,8 +67,8 @@ class Compute:
             )
         return replace(self, least_saved=least)
 
-    def share(self, batch: TrainBatch, sequences: Int64Array) -> list[MicroBatch]:
-        """Return this rank's micro-batches of these trajectories. Every rank has the same number of them."""
+    def share(self, batch: TokenBatch, sequences: Int64Array) -> list[MicroBatch]:
+        """Return this rank's micro-batches of these sequences. Every rank has the same number of them."""
         ids = [batch.token_ids[batch.starts[s] : batch.starts[s + 1]] for s in sequences]
         bins = prefix_bins(ids, self.token_budget, self.world.size, self.least_saved)
         bins_of_rank = bins[self.world.rank :: self.world.size]
@@ -76,7 +76,7 @@ class Compute:
 
 
 def compute_of(
-    config: TrainerConfig, world: World, device: str | None = None, mixed_precision: bool | None = None
+    config: OptimizationConfig, world: World, device: str | None = None, mixed_precision: bool | None = None
 ) -> Compute:
     """Return device and precision of a trainer; ``mixed_precision`` is for passes in bfloat16, None for CUDA only."""
     place = pick_device(device or config.device, world.local_rank)
@@ -131,15 +131,15 @@ class TokenColumns:
         )
 
 
-def score_batch(model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array) -> Float64Array:
-    """Score the policy tokens of these trajectories: float64 [tokens] on every rank, 0 for all other tokens."""
+def score_batch(model: PolicyModel, compute: Compute, batch: TokenBatch, sequences: Int64Array) -> Float64Array:
+    """Score the policy tokens of these sequences: float64 [tokens] on every rank, 0 for all other tokens."""
     logprobs: Float64Array = score_with_entropy(model, compute, batch, sequences, entropy=False)[0]
     return logprobs
 
 
 @torch.no_grad()
 def score_with_entropy(
-    model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array, *, entropy: bool = True
+    model: PolicyModel, compute: Compute, batch: TokenBatch, sequences: Int64Array, *, entropy: bool = True
 ) -> Float64Array:
     """Score like ``score_batch``: log-probabilities and entropy (0 without ``entropy``), float64 [2, tokens]."""
     values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
@@ -186,21 +186,43 @@ def accumulate_gradient(
     weights = recipe.aggregation(torch.from_numpy(member), columns.sequence_index, batch.trajectory_count)
     weight = float(weights.sum())
     weights = weights / (max(1.0, weight) if divisor is None else divisor)
-    values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
-    totals = torch.zeros(3, dtype=torch.float64)
-    for micro in compute.share(batch, sequences[batch.passed[sequences]]):
-        with compute.precision():
-            logprobs, entropy = model.score(micro, entropy=True)
+
+    def loss_of(micro: MicroBatch, logprobs: Tensor) -> Tensor:
         index = torch.from_numpy(micro.token_index)
         data = columns.loss_input(logprobs, index, micro.sequence_index, micro.sequence_count)
         token_loss = recipe.loss(data, recipe.options).loss
         if (reference := columns.reference_logprobs) is not None:
             token_loss = token_loss + recipe.kl_coefficient * k3(logprobs, reference[index].to(logprobs))
-        loss = aggregate(token_loss, data.mask, weights[index].to(logprobs))
+        return aggregate(token_loss, data.mask, weights[index].to(logprobs))
+
+    return gradient_pass(model, compute, batch, sequences[batch.passed[sequences]], loss_of, weight)
+
+
+def gradient_pass(
+    model: PolicyModel,
+    compute: Compute,
+    batch: TokenBatch,
+    sequences: Int64Array,
+    loss_of: Callable[[MicroBatch, Tensor], Tensor],
+    weight: float,
+    *,
+    entropy: bool = True,
+) -> GradientPass:
+    """Add the gradient of these sequences to the parameters, micro-batch by micro-batch.
+
+    ``loss_of`` returns the part of the loss of a micro-batch, from its log-probabilities [scored]; the parts add up.
+    """
+    values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
+    totals = torch.zeros(3, dtype=torch.float64)
+    for micro in compute.share(batch, sequences):
+        with compute.precision():
+            scores = model.score(micro, entropy=entropy)
+        loss = loss_of(micro, scores[0])
         # FSDP2 averages gradients over the ranks. Multiplying by the number of ranks makes it a sum.
         torch.autograd.backward(loss * compute.world.size)
-        values[0, index] = logprobs.detach().double().cpu()
-        values[1, index] = entropy.double().cpu()
+        index = torch.from_numpy(micro.token_index)
+        for row, column in zip(values, scores, strict=True):
+            row[index] = column.detach().double().cpu()
         totals += torch.tensor([loss.item(), 1, micro.token_count], dtype=torch.float64)
     sum_over_ranks(values, compute.world)
     sum_over_ranks(totals, compute.world)

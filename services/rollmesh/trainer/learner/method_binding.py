@@ -41,7 +41,7 @@ def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepR
 def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) -> StepSettings:
     """Return the settings of the run file for a train step."""
     reference = config.algorithm.kl_reference_version if needs_reference(config.algorithm) else None
-    rate = learning_rate(config, train_step)
+    rate = learning_rate(config, train_step, config.train_steps)
     return StepSettings(learning_rate=rate, kl_reference_version=reference, recipe=recipe)
 
 

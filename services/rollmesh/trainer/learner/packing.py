@@ -14,7 +14,7 @@ from torch import Tensor
 from rollmesh.kept_sets import join_sets, pair_sets
 from rollmesh.trainer.learner.packed_attention import PackedLayout
 from rollmesh.trainer.learner.prefix_tree import Int64Array, prefix_tree
-from rollmesh.trainer.learner.train_batch import TrainBatch
+from rollmesh.trainer.learner.train_batch import TokenBatch
 from rollmesh.types import Int32Array, KeptSets
 
 
@@ -40,9 +40,9 @@ class MicroBatch:
 
 
 def pack(
-    batch: TrainBatch, sequences: Sequence[int], device: torch.device, least_saved: int | None = None
+    batch: TokenBatch, sequences: Sequence[int], device: torch.device, least_saved: int | None = None
 ) -> MicroBatch:
-    """Concatenate these sequences of the batch; tokens that a policy wrote are scored.
+    """Concatenate these sequences of the batch; the tokens of its policy mask are scored.
 
     The last token of a sequence predicts no token and is dropped. Without sequences the result is a dummy of one token
     that scores nothing: a rank without work must still join the collectives. ``least_saved`` is that of

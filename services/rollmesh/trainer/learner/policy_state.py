@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, read_adapter_settings
 from rollmesh.checkpoints.states import load_weights
-from rollmesh.config.trainer import TrainerConfig
+from rollmesh.config.optimization import OptimizationConfig
 from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.adapter_layers import reset_adapter
 from rollmesh.trainer.learner.distributed import local_part, zeros_on_host
@@ -25,12 +25,15 @@ from rollmesh.trainer.learner.old_logprob_scores import StageRecord
 from rollmesh.trainer.learner.policy_model import PolicyModel
 
 
-def learning_rate(config: TrainerConfig, train_step: int) -> float:
-    """Return the rate of ``train_step``: linear warm-up, then the schedule. A restart needs no state of it."""
+def learning_rate(config: OptimizationConfig, train_step: int, train_steps: int) -> float:
+    """Return the rate of a step of ``train_steps``: linear warm-up, then the schedule. A restart needs no state of it.
+
+    It is that of transformers' schedulers, but in a warm-up one step ahead: its first update has a rate above 0.
+    """
     peak, warmup = config.learning_rate, config.warmup_steps
     if train_step <= warmup:
         return peak * train_step / warmup
-    progress = min(1.0, (train_step - 1 - warmup) / max(1, config.train_steps - warmup))
+    progress = min(1.0, (train_step - 1 - warmup) / max(1, train_steps - warmup))
     if config.lr_schedule == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * progress))
     if config.lr_schedule == "linear":
@@ -38,7 +41,7 @@ def learning_rate(config: TrainerConfig, train_step: int) -> float:
     return peak
 
 
-def build_optimizer(model: nn.Module, config: TrainerConfig, processes: int = 1) -> Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizationConfig, processes: int = 1) -> Optimizer:
     """Build AdamW over all parameters that are trained, with weight decay on matrices only.
 
     The optimizer state is allocated here, so that a saved state can be loaded into it. Shard the model first: the
@@ -105,7 +108,7 @@ class _OffloadedAdamW(torch.optim.AdamW):
             moment.copy_(updated)
 
 
-def _eight_bit(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
+def _eight_bit(groups: list[dict[str, Any]], config: OptimizationConfig) -> Optimizer:
     """Build AdamW with 8-bit moments, one float32 scale per 256 elements (bitsandbytes; Dettmers et al., 2022)."""
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
@@ -169,18 +172,20 @@ _STAGE_TENSOR, _STAGE_LAYOUT, _ADAPTER = "stage.logprobs", "stage", "adapter"
 
 
 @dataclass(eq=False)
-class PolicyState:
-    """Tensors and JSON values of a trainer state. With an adapter they leave the frozen base out."""
+class LearnerState:
+    """Tensors and JSON values of a policy and its optimizer. With an adapter they leave the frozen base out."""
 
     _model: PolicyModel
     _optimizer: torch.optim.Optimizer
-    _stage: StageRecord
-    _average: WeightAverage
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return weights, moments, stage records (a copy) and average by name: live tensors, to save or to fill."""
-        recorded = torch.from_numpy(self._stage.values())
-        return self._live() | self._average.tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
+        """Return weights and moments by name: live tensors, to save or to fill."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._model.trained_parameters().items():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, value in saved_moments(self._optimizer, parameter).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
 
     def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors to load a state with this ``extra`` into. Raises ConfigError for other trained weights."""
@@ -190,20 +195,12 @@ class PolicyState:
                 f"model.adapter={_named(self._adapter())}: this run was trained with {_named(saved)}; set "
                 "model.adapter as it was, or start a new run (another name and folder)"
             )
-        recorded = sum(int(count) for _, count, _ in extra.get(_STAGE_LAYOUT, ()))
-        live = self._live() | self._average.tensors_to_fill(extra)
-        return live | ({_STAGE_TENSOR: torch.empty(recorded)} if recorded else {})
+        return LearnerState.tensors(self)
 
     def extra(self, train_step: int) -> dict[str, Any]:
         """Return the rest of the state, as JSON values."""
-        more = {_STAGE_LAYOUT: self._stage.layout(), _ADAPTER: self._adapter()}
-        return {"train_step": train_step} | self._average.extra() | {key: value for key, value in more.items() if value}
-
-    def restore(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
-        """Restore ``extra`` after its ``tensors_to_fill`` are ``filled``."""
-        self._average.restore(extra)
-        values = filled.get(_STAGE_TENSOR, torch.empty(0))
-        self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
+        adapter = self._adapter()
+        return {"train_step": train_step} | ({} if adapter is None else {_ADAPTER: adapter})
 
     def take(self, folder: Path) -> None:
         """Load the weights of a published policy and reset the moments; a CheckpointError leaves the weights."""
@@ -222,20 +219,42 @@ class PolicyState:
             for value in saved_moments(self._optimizer, parameter).values():
                 value.zero_()
 
-    def _live(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._model.trained_parameters().items():
-            tensors[f"model.{name}"] = parameter.detach()
-            for key, value in saved_moments(self._optimizer, parameter).items():
-                tensors[f"optimizer.{name}.{key}"] = value
-        return tensors
-
     def _adapter(self) -> dict[str, Any] | None:
         """Return the settings that fix the adapter's tensors and their effect; None for full weights."""
         adapter = self._model.adapter
         if adapter is None:
             return None
         return {"rank": adapter.rank, "alpha": adapter.alpha, "target": list(adapter.target)}
+
+
+@dataclass(eq=False)
+class PolicyState(LearnerState):
+    """State of a trainer of rollouts, with its stage records and its average."""
+
+    _stage: StageRecord
+    _average: WeightAverage
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights, moments, stage records (a copy) and average by name, to save."""
+        recorded = torch.from_numpy(self._stage.values())
+        return super().tensors() | self._average.tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
+
+    def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors to load a state with this ``extra`` into. Raises ConfigError for other trained weights."""
+        live = super().tensors_to_fill(extra) | self._average.tensors_to_fill(extra)
+        recorded = sum(int(count) for _, count, _ in extra.get(_STAGE_LAYOUT, ()))
+        return live | ({_STAGE_TENSOR: torch.empty(recorded)} if recorded else {})
+
+    def extra(self, train_step: int) -> dict[str, Any]:
+        """Return the rest of the state, as JSON values."""
+        layout = self._stage.layout()
+        return super().extra(train_step) | self._average.extra() | ({_STAGE_LAYOUT: layout} if layout else {})
+
+    def restore(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
+        """Restore ``extra`` after its ``tensors_to_fill`` are ``filled``."""
+        self._average.restore(extra)
+        values = filled.get(_STAGE_TENSOR, torch.empty(0))
+        self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
 
 
 def _named(adapter: Mapping[str, Any] | None) -> str:

@@ -24,15 +24,15 @@ from rollmesh.config.model import AdapterConfig
 from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
-from rollmesh.trainer.learner.distributed import World, shard
-from rollmesh.trainer.learner.forward_backward import compute_of, judge_tokens, score_batch, score_sequences
-from rollmesh.trainer.learner.frozen_policies import Fp32Copy, PolicyFolder, PolicyVersions, WeightAverage
+from rollmesh.trainer.learner.distributed import World
+from rollmesh.trainer.learner.forward_backward import judge_tokens, score_batch, score_sequences
+from rollmesh.trainer.learner.frozen_policies import PolicyFolder, PolicyVersions, WeightAverage
 from rollmesh.trainer.learner.method_binding import step_recipe, step_settings
 from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, StageRecord, current_version
 from rollmesh.trainer.learner.parts import EarlyParts
-from rollmesh.trainer.learner.policy_files import PolicyCopy, PolicyOutput
-from rollmesh.trainer.learner.policy_model import ModelSource
-from rollmesh.trainer.learner.policy_state import PolicyState, build_optimizer, set_hyperparameters
+from rollmesh.trainer.learner.policy_files import PolicyCopy
+from rollmesh.trainer.learner.policy_learner import PolicyLearner
+from rollmesh.trainer.learner.policy_state import PolicyState, set_hyperparameters
 from rollmesh.trainer.learner.step_report import StepReport, active_token_share, batch_stats, policy_stats
 from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
 from rollmesh.trainer.learner.train_step import (
@@ -66,42 +66,34 @@ class PolicyTrainer:
         mixed_precision: bool | None = None,
         longest: int = 0,
     ) -> None:
-        """Load a policy from a Hugging Face folder, which is the frozen base of the ``adapter`` if there is one.
+        """Load a policy from a Hugging Face folder (``PolicyLearner.load``). Raises CheckpointError or ConfigError.
 
-        ``dtype`` is the dtype of published weights; the trainer's weights are in ``compute_dtype``. ``mixed_precision``
-        runs the passes in bfloat16; None enables it on CUDA. ``device`` overrides ``config.device``.
         ``max_token_staleness`` masks older tokens. ``policy_folder`` finds earlier versions, for the old-logprob source
-        ``snapshot`` and the KL reference. ``longest`` is the number of tokens of the longest sequence of the run;
-        packing is checked at this length. Raises CheckpointError or ConfigError.
+        ``snapshot`` and the KL reference.
         """
         self.train_step = 0
         """Number of batches that the policy was trained on."""
         self._config = config
-        compute = compute_of(config, world or World(), device, mixed_precision)
-        publish_dtype: torch.dtype = getattr(torch, dtype)
-        source = ModelSource(
-            folder=Path(folder),
+        learner = PolicyLearner.load(
+            Path(folder),
+            config,
+            dtype=dtype,
             adapter=adapter,
-            base_dtype=publish_dtype,
-            half_base=compute.autocast and publish_dtype == torch.bfloat16,
-        )
-        self._model = model = source.load(
-            dtype=compute_dtype,
-            device=compute.device,
-            gradient_checkpointing=config.gradient_checkpointing,
+            world=world or World(),
             longest=longest,
-            precision=compute.whole_precision,
+            device=device,
+            compute_dtype=compute_dtype,
+            mixed_precision=mixed_precision,
         )
-        plain = replace(compute, autocast=False, mixed_shards=False)
-        self._compute = compute = compute.sharing(model, config.share_prefixes, longest)
-        shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
-        self._optimizer = build_optimizer(model, config, compute.world.size)
+        self._model = model = learner.model
+        self._compute = compute = learner.compute
+        self._optimizer = learner.optimizer
+        self._fp32_copy = learner.fp32_copy
+        self._output = learner.output
         self._recipe = step_recipe(config, max_token_staleness)
         self._stage = StageRecord()
-        self._fp32_copy = Fp32Copy(model, source, plain)
-        self._average = WeightAverage(model, source, compute)
+        self._average = WeightAverage(model, learner.source, compute)
         self._state = PolicyState(model, self._optimizer, self._stage, self._average)
-        self._output = PolicyOutput(model, source.folder, publish_dtype, self._fp32_copy.compute)
         versions = PolicyVersions(model, compute, policy_folder)
         self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, versions, self._average)
         self._runner = StepRunner(model, self._optimizer, compute, self._old_logprob_scorer)

@@ -33,8 +33,24 @@ NO_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
-    """Concatenated trajectories, prompt and response. Token arrays have one entry per token of ``token_ids``.
+class TokenBatch:
+    """Concatenated sequences. Token arrays have one entry per token of ``token_ids``."""
+
+    starts: Int64Array  # [sequences + 1], first token of each sequence
+    token_ids: Int32Array  # [tokens]
+    policy_mask: BoolArray  # [tokens], the policy wrote it, or learns to write it: scored
+    temperatures: Float32Array  # [tokens]
+    kept_sets: KeptSets | None  # of all tokens, over which log-probabilities are normalised; None without any
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Number of tokens of each sequence, prompt included, [sequences]."""
+        return np.diff(self.starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch(TokenBatch):
+    """Concatenated trajectories, prompt and response; the policy mask counts in the denominators.
 
     A unit has one return and one advantage: a trajectory, a turn, or a session (``trainer.algorithm.credit``).
     """
@@ -44,7 +60,6 @@ class TrainBatch:
     group_index: Int64Array  # [trajectories], index of the trajectory's group in the batch
     group_count: int
     group_domains: tuple[str, ...]  # [groups], domain of the prompt; empty without domains
-    starts: Int64Array  # [trajectories + 1], first token of each trajectory
     prompt_lengths: Int64Array  # [trajectories]
     rewards: Float64Array  # [trajectories], shaped
     outcome_values: Float64Array  # [trajectories], from the verifier; NaN without a value
@@ -52,17 +67,13 @@ class TrainBatch:
     advantages: Float64Array  # [units], NaN until they are known
     unit_index: Int64Array  # [tokens], unit of each token
     truncated: BoolArray  # [trajectories], ended by the token budget
-    token_ids: Int32Array  # [tokens]
     sequence_index: Int64Array  # [tokens]
-    policy_mask: BoolArray  # [tokens], a policy wrote it: counted in the denominators
     loss_mask: BoolArray  # [tokens], in the numerator of the loss
     masked_by: Mapping[str, BoolArray]  # [tokens] by mask, each token under the first one that took it out of the loss
     behavior_logprobs: Float32Array  # [tokens], 0 where no policy wrote
     versions: Int32Array  # [tokens], NO_VERSION where no policy wrote
     staleness: Int32Array  # [tokens], train steps since the train step of the version; 0 where no policy wrote
     pure: BoolArray  # [tokens], one version's weights and cache sampled it
-    temperatures: Float32Array  # [tokens]
-    kept_sets: KeptSets | None  # of all tokens, over which log-probabilities are normalised; None without any
     passed: BoolArray  # [trajectories], in the forward and backward passes
     unscored: Int64Array  # [groups], trajectories dropped because they have neither a verifier's nor an assigned reward
 
@@ -93,11 +104,6 @@ class TrainBatch:
     def trajectory_count(self) -> int:
         """Number of trajectories that are trained on."""
         return len(self.trajectory_ids)
-
-    @property
-    def lengths(self) -> Int64Array:
-        """Number of tokens of each trajectory, prompt included, [trajectories]."""
-        return np.diff(self.starts)
 
     @property
     def response_lengths(self) -> Int64Array:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollmesh.config.trainer import TrainerConfig
+from rollmesh.config.optimization import OptimizationConfig
 from rollmesh.trainer.learner.policy_state import (
     apply_update,
     build_optimizer,
@@ -17,8 +17,8 @@ from rollmesh.trainer.learner.policy_state import (
 
 
 def rates(**fields: object) -> list[float]:
-    config = TrainerConfig(learning_rate=1.0, train_steps=10, **fields)
-    return [learning_rate(config, step) for step in range(1, 11)]
+    config = OptimizationConfig(learning_rate=1.0, **fields)
+    return [learning_rate(config, step, 10) for step in range(1, 11)]
 
 
 def test_warm_up_is_linear_and_then_constant() -> None:
@@ -35,7 +35,7 @@ def test_linear_and_cosine_fall_from_the_peak_and_never_reach_zero_before_the_en
 def test_weight_decay_shrinks_matrices_only() -> None:
     layer = nn.Linear(3, 2)
     before = [p.detach().clone() for p in (layer.weight, layer.bias)]
-    optimizer = build_optimizer(layer, TrainerConfig())
+    optimizer = build_optimizer(layer, OptimizationConfig())
     for p in layer.parameters():
         p.grad = torch.zeros_like(p)
     set_hyperparameters(optimizer, rate=0.1, betas=(0.9, 0.95), weight_decay=0.5)
@@ -48,7 +48,7 @@ def test_weight_decay_shrinks_matrices_only() -> None:
 def test_a_gradient_that_is_not_finite_updates_nothing(poison: float) -> None:
     layer = nn.Linear(3, 2)
     before = [p.detach().clone() for p in layer.parameters()]
-    optimizer = build_optimizer(layer, TrainerConfig())
+    optimizer = build_optimizer(layer, OptimizationConfig())
     for p in layer.parameters():
         p.grad = torch.full_like(p, poison)
     norm, updated = apply_update(optimizer, 1.0)
@@ -61,7 +61,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(poison: float) -> None:
 
 def test_gradients_are_clipped_to_their_norm_and_cleared() -> None:
     layer = nn.Linear(2, 1, bias=False)
-    optimizer = build_optimizer(layer, TrainerConfig())
+    optimizer = build_optimizer(layer, OptimizationConfig())
     layer.weight.grad = torch.tensor([[3.0, 4.0]])
     norm, updated = apply_update(optimizer, 1.0)
     assert norm == pytest.approx(5.0) and updated and layer.weight.grad is None
@@ -76,7 +76,7 @@ def trained(optimizer: str, steps: int, state: dict[str, torch.Tensor] | None = 
     inputs, targets = torch.randn(32, 64, generator=noise), torch.randn(32, 64, generator=noise)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(64, 64, generator=noise) / 8)
-    built = build_optimizer(layer, TrainerConfig(learning_rate=1e-2, optimizer=optimizer))
+    built = build_optimizer(layer, OptimizationConfig(learning_rate=1e-2, optimizer=optimizer))
     live = {"weight": layer.weight.detach(), **saved_moments(built, layer.weight)}
     for name, value in (state or {}).items():
         live[name].copy_(value)
