@@ -5,7 +5,7 @@ It has them because the run file is validated before any engine is imported, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -22,8 +22,33 @@ _OWN_FLAGS = frozenset(
         "--max-loaded-loras", "--lora-target-modules", "--lora-paths",
     }
 )  # fmt: skip
-_DATA_PARALLEL_FLAGS = ("--dp-size", "--data-parallel-size")
 _STARTED_ONLY = ("python", "arguments", "environment")
+_EXACT_DRAFTS = ("EAGLE3", "EAGLE", "NEXTN", "FROZEN_KV_MTP")
+"""SGLang's EAGLE-3 and multi-token prediction, which has the last three names."""
+_THRESHOLD_FLAGS = ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc")
+
+ARGMAX_DEVICES = (
+    "elsewhere an SGLang server verifies drafts by argmax at any temperature, so log-probabilities are of tokens that "
+    "were never sampled"
+)
+
+
+def speculation_problem(algorithm: str, thresholds: Sequence[object]) -> str:
+    """Say why these drafts of an SGLang server change what it samples; empty if they do not."""
+    name = algorithm.upper()
+    if name == "NGRAM":
+        return (
+            "NGRAM drafts from the answers to all prompts, and its source pads drafts with copies of token 0, which "
+            "the server then samples more often than its log-probability says"
+        )
+    if name and name not in _EXACT_DRAFTS:
+        return f"{algorithm} is not known to leave the sampled tokens as they are; known are EAGLE3, EAGLE and NEXTN"
+    if name and any(str(threshold) not in ("1", "1.0") for threshold in thresholds):
+        return (
+            f"with {' and '.join(_THRESHOLD_FLAGS)} other than 1 the server keeps drafts more often than it would "
+            "sample them, so log-probabilities are of tokens that were never sampled"
+        )
+    return ""
 
 
 class SglangConfig(EngineSection):
@@ -84,16 +109,31 @@ class SglangConfig(EngineSection):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _drafts_leave_the_tokens_as_they_are(self) -> Self:
+        thresholds = [self._value((flag,), "1") for flag in _THRESHOLD_FLAGS]
+        if reason := speculation_problem(self._speculation, thresholds):
+            raise ValueError(f"generator.sglang.arguments: --speculative-algorithm {self._speculation}: {reason}")
+        return self
+
     @property
     def data_parallel_size(self) -> str:
         """Value of --dp-size in ``arguments``; 1 if they do not set it."""
-        size = "1"
+        return self._value(("--dp-size", "--data-parallel-size"), "1")
+
+    @property
+    def _speculation(self) -> str:
+        return self._value(("--speculative-algorithm",), "")
+
+    def _value(self, names: Sequence[str], default: str) -> str:
+        """Return the last value of a flag in ``arguments``."""
+        found = default
         for argument, following in zip(self.arguments, [*self.arguments, ""][1:], strict=True):
             flag, _, value = argument.partition("=")
             # The server accepts abbreviations.
-            if len(flag) > 3 and any(name.startswith(flag) for name in _DATA_PARALLEL_FLAGS):
-                size = value or following
-        return size
+            if len(flag) > 3 and any(name.startswith(flag) for name in names):
+                found = value or following
+        return found
 
     def problem(self, field: str, value: Any) -> str:
         server = f"the server at generator.sglang.url={self.url}"
@@ -102,11 +142,13 @@ class SglangConfig(EngineSection):
         if field == "cuda_graphs" and value:
             return "for engine=torch only; leave it out, an SGLang server captures its graphs"
         if field == "speculation" and value != "off":
-            return "for engine=torch only; set off with engine=sglang"
+            return "for engine=torch only; an SGLang server drafts by flags in generator.sglang.arguments; set off"
         if self.url is not None and field == "replicas" and value > 1:
             return f"generators cannot share {server}, because each loads policies into its server; set 1"
         if self.url is not None and field == "device" and value != "auto":
             return f"{server} has chosen its device; set auto"
+        if self._speculation and field == "device" and value != "cuda":
+            return f"--speculative-algorithm {self._speculation} needs cuda: {ARGMAX_DEVICES}"
         return ""
 
 

@@ -110,6 +110,43 @@ def test_what_the_server_asks_itself_does_not_go_to_an_http_proxy(tmp_path, inhe
     assert SglangOptions.from_config(given, 0).server_environment(inherited)["no_proxy"] == "other"
 
 
+def drafts(algorithm: str, *more: str, device: str = "cuda") -> dict[str, Any]:
+    return {"device": device, "sglang": {"arguments": ["--speculative-algorithm", algorithm, *more]}}
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "eagle3", "EAGLE", "NEXTN"])
+def test_drafts_of_a_model_are_passed_through_on_cuda(tmp_path, algorithm):
+    generator = drafts(algorithm, "--speculative-num-steps", "3", "--speculative-accept-threshold-single", "1.0")
+    found = flags(SglangOptions.from_config(load(tmp_path, **generator), 0))
+    assert (found["--speculative-algorithm"], found["--speculative-num-steps"]) == (algorithm, "3")
+
+
+DRAFTING = {
+    "device": "cuda",
+    "speculative_algorithm": "EAGLE3",
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "http://h:1 .*NGRAM: .*token 0"),
+        ({"speculative_algorithm": "UNO"}, "UNO is not known"),
+        ({"speculative_accept_threshold_acc": 0.9}, "EAGLE3: .*never sampled"),
+        ({"device": "xpu"}, "its device is xpu: .*argmax"),
+        ({"device": "cpu", "speculative_algorithm": "FROZEN_KV_MTP"}, "its device is cpu"),
+    ],
+)
+def test_a_running_server_whose_drafts_change_its_tokens_is_refused(tmp_path, info, message):
+    options = SglangOptions.from_config(load(tmp_path, sglang={"url": "http://h:1"}), 0)
+    assert options.cache_tokens(DRAFTING, "http://h:1") == 0
+    assert options.cache_tokens(DRAFTING | {"device": "cpu", "speculative_algorithm": None}, "http://h:1") == 0
+    with pytest.raises(ConfigError, match=message):
+        options.cache_tokens(DRAFTING | info, "http://h:1")
+
+
 @pytest.mark.parametrize(
     ("generator", "message"),
     [
@@ -126,6 +163,13 @@ def test_what_the_server_asks_itself_does_not_go_to_an_http_proxy(tmp_path, inhe
         ({"sglang": {"arguments": ["--dtype=auto"]}}, "--dtype .* is set by rollmesh"),
         ({"sglang": {"arguments": ["--hos", "0.0.0.0"]}}, "--hos .--host. is set by rollmesh"),
         ({"sglang": {"arguments": ["--admin-api=x"]}}, "--admin-api .--admin-api-key. is set by rollmesh"),
+        (drafts("NGRAM"), "generator.sglang.arguments: --speculative-algorithm NGRAM: .*token 0"),
+        ({"device": "cuda", "sglang": {"arguments": ["--speculative-algo=ngram"]}}, "ngram: NGRAM drafts"),
+        (drafts("DFLASH"), "DFLASH is not known"),
+        (drafts("EAGLE3", device="cpu"), "generator.device=cpu: --speculative-algorithm EAGLE3 needs cuda.*argmax"),
+        (drafts("NEXTN", device="auto"), "generator.device=auto: --speculative-algorithm NEXTN needs cuda"),
+        (drafts("EAGLE3", "--speculative-accept-threshold-single", "0.9"), "EAGLE3: .* never sampled"),
+        (drafts("EAGLE", "--speculative-accept-threshold-acc=0.5"), "EAGLE: .* never sampled"),
         ({"sglang": {"interrupt": "in_place"}}, "retract"),
         ({"sglang": {"start_timeout_seconds": 0}}, "start_timeout_seconds"),
     ],

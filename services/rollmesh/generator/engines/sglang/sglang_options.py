@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.config import RunConfig
-from rollmesh.config.generator import GeneratorConfig, SglangConfig
+from rollmesh.config.generator import ARGMAX_DEVICES, GeneratorConfig, SglangConfig, speculation_problem
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.types import SamplingParams
@@ -135,6 +135,7 @@ class SglangOptions:
 
     def cache_tokens(self, info: Mapping[str, Any], url: str, targets: Sequence[str] = ()) -> int:
         """Return the cache capacity from a /server_info response, in tokens; ConfigError for an impossible setting."""
+        check_speculation(info, url)
         if self.server.url is not None:
             self._check_running_server(info)
             if self.adapter is not None:
@@ -169,6 +170,19 @@ class SglangOptions:
 
     def _has_argument(self, flag: str) -> bool:
         return any(a == flag or a.startswith(f"{flag}=") for a in self.server.arguments)
+
+
+def check_speculation(info: Mapping[str, Any], url: str) -> None:
+    """Raise ConfigError if the drafts of a server change what it samples; ``info`` is its /server_info."""
+    algorithm, device = str(info.get("speculative_algorithm") or ""), info.get("device")
+    thresholds = [info.get(f"speculative_accept_threshold_{name}", 1.0) for name in ("single", "acc")]
+    reason = speculation_problem(algorithm, thresholds)
+    if algorithm and not reason and device != "cuda":
+        reason = f"its device is {device}: {ARGMAX_DEVICES}"
+    if reason:
+        raise ConfigError(
+            f"the SGLang server at {url} was started with --speculative-algorithm {algorithm}: {reason}; leave it out"
+        )
 
 
 def _with_loopback(hosts: str) -> str:
