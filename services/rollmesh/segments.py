@@ -10,7 +10,7 @@ from uuid import uuid4
 import numpy as np
 
 from rollmesh.kept_sets import join_sets, slice_sets
-from rollmesh.types import Group, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
+from rollmesh.types import Group, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, TeacherColumn, Trajectory
 
 
 def slice_segment(segment: Segment, start: int, end: int | None = None) -> Segment:
@@ -37,6 +37,16 @@ def keep_tokens(segments: Sequence[Segment], count: int) -> tuple[tuple[Segment,
         if segment.source is SegmentSource.POLICY:
             cut += len(segment) - stays
     return tuple(kept), cut
+
+
+def keep_scores(column: TeacherColumn, count: int) -> TeacherColumn:
+    """Return a teacher's scores of the first ``count`` tokens."""
+    return replace(
+        column,
+        logprobs=column.logprobs[:count],
+        top_ids=None if column.top_ids is None else column.top_ids[:count],
+        top_logprobs=None if column.top_logprobs is None else column.top_logprobs[:count],
+    )
 
 
 def sampled_count(segments: Iterable[Segment]) -> int:

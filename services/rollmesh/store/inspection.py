@@ -140,14 +140,23 @@ class Inspection(QueuePart):
             [
                 ("HMGET", self._keys.of("group", group_id), "launched", *_GROUP_FIELDS),
                 ("GET", self._keys.of("prompt", group_id)),
-                ("HMGET", self._keys.of("trajectory", trajectory_id), *_FIELDS, "outcome", "incarnation", "kept"),
+                (
+                    "HMGET",
+                    self._keys.of("trajectory", trajectory_id),
+                    *_FIELDS,
+                    "outcome",
+                    "incarnation",
+                    "kept",
+                    "teacher",
+                ),
                 ("LRANGE", self._keys.of("segments", trajectory_id), 0, -1),
                 ("HGET", self._keys.single("cut"), group_id),
                 ("ZSCORE", self._keys.single("resting"), trajectory_id),
                 ("ZSCORE", self._keys.single("aside"), group_id),
             ]
         )
-        (launched, *of_group), prompt, (*record, outcome, incarnation, kept), elements, step, rests, aside = replies
+        (launched, *of_group), prompt, record, elements, step, rests, aside = replies
+        *record, outcome, incarnation, kept, teacher = record
         if launched is None or int(member) >= int(launched):
             return None
         mark = _mark(trajectory_id, record, None if step is None else int(step)) or _pending(trajectory_id)
@@ -165,6 +174,7 @@ class Inspection(QueuePart):
                 reward=record[6],
                 run=self._keys.run,
                 kept=kept,
+                teacher=teacher,
             )
         began_with, restarts, set_aside = (int(value or 0) for value in of_group)
         history = TrajectoryHistory(

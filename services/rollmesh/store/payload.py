@@ -11,10 +11,17 @@ import numpy as np
 
 from rollmesh.errors import DataError
 from rollmesh.runtime.spans import traceparent_of
-from rollmesh.segments import keep_tokens
+from rollmesh.segments import keep_scores, keep_tokens
 from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
 from rollmesh.v1 import trajectory_pb2 as pb
-from rollmesh.wire.codec import outcome_from_pb, prompt_from_pb, prompt_to_pb, segment_from_pb, segment_to_pb
+from rollmesh.wire.codec import (
+    outcome_from_pb,
+    prompt_from_pb,
+    prompt_to_pb,
+    segment_from_pb,
+    segment_to_pb,
+    teacher_from_pb,
+)
 
 INLINE_LIMIT_BYTES = 64 * 1024
 """Size limit in a list element; larger segments and prompts are uploaded under a key first and linked by the script."""
@@ -127,6 +134,7 @@ def build_trajectory(
     reward: bytes | None = None,
     run: str = "",
     kept: bytes | None = None,
+    teacher: bytes | None = None,
 ) -> Trajectory:
     """Build a trajectory from its record in the queue; its trace context is derived from ``run``.
 
@@ -134,7 +142,9 @@ def build_trajectory(
     """
     group_id, _, member = trajectory_id.rpartition(".")
     cut = 0
+    column = teacher_from_pb(pb.TeacherColumn.FromString(teacher)) if teacher else None
     if kept:
+        column = keep_scores(column, int(kept)) if column else None
         segments, cut = keep_tokens(segments, int(kept))
         finish = FinishReason.LENGTH.value.encode()
     return Trajectory(
@@ -149,6 +159,7 @@ def build_trajectory(
         birth_version=birth_version,
         traceparent=traceparent_of(run, trajectory_id) if run else "",
         cut_token_count=cut,
+        teacher=column,
     )
 
 

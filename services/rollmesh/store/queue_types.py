@@ -9,7 +9,16 @@ from typing import Any, TypedDict
 
 from rollmesh.mesh import DropReason, WasteReason
 from rollmesh.store.payload import NO_TOKENS, TokenDigest
-from rollmesh.types import FinishReason, ForkStatus, Prompt, RewardOutcome, Segment, Trajectory, WriteStatus
+from rollmesh.types import (
+    FinishReason,
+    ForkStatus,
+    Prompt,
+    RewardOutcome,
+    Segment,
+    TeacherColumn,
+    Trajectory,
+    WriteStatus,
+)
 
 WASTE_TOTALS = {
     WasteReason.UNSCORABLE: "unscorable_total",
@@ -127,6 +136,8 @@ class Score:
     shaped_reward: float
     assigned: bool = False
     """True when the run file assigns ``shaped_reward`` to an outcome without a value (reward.on_timeout: fixed)."""
+    teacher: TeacherColumn | None = None
+    """Scores of the tokens under a teacher, saved in the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

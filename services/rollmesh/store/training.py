@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollmesh.errors import Conflict, StoreUnavailable
@@ -243,29 +243,27 @@ class Training(QueuePart):
 
         A missing payload takes one round trip, linked chunks another.
         """
-        missing: list[tuple[str | int, ...]] = []
-        for group_id, _, members, payload in rows:
-            if not payload:
-                missing.append(("GET", self._keys.of("prompt", group_id.decode())))
-                missing += [
-                    ("LRANGE", self._keys.of("segments", _member_id(group_id, member)), 0, -1) for member in members
-                ]
+        missing = [command for row in rows if not row[3] for command in self._payload_reads(row)]
         read = iter(await self._connection.commands(missing))
         prompts: list[Prompt] = []
         elements: dict[str, list[bytes]] = {}
+        teachers: dict[str, bytes] = {}
         for group_id, _, members, payload in rows:
-            prompt, *segments = payload or [next(read) for _ in range(1 + len(members))]
-            if prompt is None:
+            parts = iter(payload) if payload else read
+            if (prompt := next(parts)) is None:
                 raise Conflict(f"group {group_id.decode()} was cut and its payload is deleted: read its batch file")
             prompts.append(decode_prompt(prompt))
-            elements |= {_member_id(group_id, m): part for m, part in zip(members, segments, strict=True)}
+            for member in members:
+                elements[_member_id(group_id, member)] = next(parts)
+                if member[6]:
+                    teachers[_member_id(group_id, member)] = next(parts)
         chunks = await load_chunks(self._connection, elements)
-        if any(None in found.values() for found in chunks.values()):
+        if None in teachers.values() or any(None in found.values() for found in chunks.values()):
             raise Conflict("a group left the queue while its payload was read: read its batch file")
 
         def trajectory(prompt: Prompt, trajectory_id: str, member: Sequence[Reply]) -> Trajectory:
             segments = decode_segments(elements[trajectory_id], chunks[trajectory_id])
-            _, birth, finish, outcome, reward, kept = member
+            _, birth, finish, outcome, reward, kept, _ = member
             return build_trajectory(
                 trajectory_id,
                 prompt,
@@ -276,6 +274,7 @@ class Training(QueuePart):
                 reward=reward,
                 run=self._keys.run,
                 kept=kept,
+                teacher=teachers.get(trajectory_id),
             )
 
         return [
@@ -286,6 +285,16 @@ class Training(QueuePart):
             )
             for (group_id, index, members, _), prompt in zip(rows, prompts, strict=True)
         ]
+
+    def _payload_reads(self, row: Sequence[Reply]) -> Iterator[tuple[str | int, ...]]:
+        """Yield the commands that read the payload of a row, in the order of lib/batch_rows.lua."""
+        group_id, _, members, _ = row
+        yield "GET", self._keys.of("prompt", group_id.decode())
+        for member in members:
+            trajectory_id = _member_id(group_id, member)
+            yield "LRANGE", self._keys.of("segments", trajectory_id), 0, -1
+            if member[6]:
+                yield "HGET", self._keys.of("trajectory", trajectory_id), "teacher"
 
 
 def _member_id(group_id: bytes, member: Sequence[Reply]) -> str:

@@ -37,13 +37,15 @@ from rollmesh.store.queue_types import (
 from rollmesh.store.redis_connection import Argument, Connection, Reply
 from rollmesh.store.scripts import UploadExpired
 from rollmesh.types import ForkStatus, OutcomeKind, Prompt, Segment, WriteStatus
-from rollmesh.wire.codec import outcome_to_pb
+from rollmesh.wire.codec import outcome_to_pb, teacher_to_pb
 
 T = TypeVar("T")
 
 _ITEMS_PER_CALL = 64
 """Items of one script call, which bounds its keys (two to six per item) and its time in the server."""
 _RELEASES_PER_CALL = 128
+_TEACHER_BYTES_PER_CALL = 1 << 20
+"""Bytes of teachers' scores in one script call, unless those of one trajectory are more."""
 _UPLOAD_ATTEMPTS = 3
 """Attempts of an upload and its script; an upload is lost only when the server crashes in between."""
 
@@ -102,7 +104,11 @@ class TrajectoryQueue(QueuePart):
         """Record outcomes: finished -> scored | unscorable. The last outcome of a group changes the group's state."""
         arguments = [_score_arguments(item) for item in items]
         # The last score of a group may delete the whole group.
-        parts = by_groups([item.trajectory_id for item in items], await self._limits.groups_per_call())
+        ids = [item.trajectory_id for item in items]
+        size = _ITEMS_PER_CALL
+        if longest := max((len(words[-1]) for words in arguments), default=0):
+            size = min(size, max(1, _TEACHER_BYTES_PER_CALL // longest))
+        parts = by_groups(ids, await self._limits.groups_per_call(), size)
         return await self._sliced("score", session, parts, arguments)
 
     async def release(self, session: str, trajectory_ids: Sequence[str], reason: str = ReleaseReason.FAILED) -> int:
@@ -330,14 +336,15 @@ def _head(item: Append, chunk: SavedChunk) -> str:
     return json.dumps(head if item.mark is None else {**head, "agent": item.mark[1:]})
 
 
-def _score_arguments(item: Score) -> Sequence[Argument]:
+def _score_arguments(item: Score) -> tuple[str, int, str, bytes, int, bytes]:
     has_verdict = item.outcome.kind is OutcomeKind.SCORED
     scored, solved = item.assigned or has_verdict, (item.outcome.value if has_verdict else item.shaped_reward) > 0
     if not math.isfinite(item.shaped_reward) or not math.isfinite(item.outcome.value):
         raise DataError(f"{item.trajectory_id}: shaped_reward {item.shaped_reward} is not a finite number")
     outcome = outcome_to_pb(item.outcome).SerializeToString(deterministic=True)
     reward = repr(float(item.shaped_reward))
-    return (item.trajectory_id, int(scored), reward, outcome, int(solved))
+    teacher = b"" if item.teacher is None else teacher_to_pb(item.teacher).SerializeToString(deterministic=True)
+    return (item.trajectory_id, int(scored), reward, outcome, int(solved), teacher)
 
 
 def by_groups(trajectory_ids: Sequence[str], groups: int, size: int = _ITEMS_PER_CALL) -> list[list[str]]:

@@ -25,8 +25,8 @@ from rollmesh.store import ReleaseReason, TokenDigest, TrajectoryStore
 from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_prompt
 
-from .queue_workers import PICK, QueueWorkers, segments
-from .store_mesh import copy_of_keys, group, limits, policy, put_back
+from .queue_workers import PICK, QueueWorkers, kept_scores, segments
+from .store_mesh import column_bytes, copy_of_keys, group, limits, policy, put_back
 from .stored_keys import read_truth
 
 ATTEMPTS = 2
@@ -244,11 +244,18 @@ class QueueMachine(QueueWorkers):
             batch = self.do(self.store.training.claim(self.trainer, step, 1.0))
             assert batch is not None
             assert [
-                {t.trajectory_id: (t.response_token_count, t.shaped_reward) for t in got.trajectories}
+                {
+                    t.trajectory_id: (t.response_token_count, t.shaped_reward, column_bytes(t.teacher))
+                    for t in got.trajectories
+                }
                 for got in batch.groups
             ] == [
                 {
-                    m.trajectory_id: (m.tokens if m.kept_tokens is None else m.kept_tokens, m.reward)
+                    m.trajectory_id: (
+                        kept := m.tokens if m.kept_tokens is None else m.kept_tokens,
+                        m.reward,
+                        kept_scores(m, kept),
+                    )
                     for m in group.members
                     if m.state == "scored"
                 }
@@ -469,6 +476,7 @@ DRAWS: dict[str, Callable[[random.Random], Any]] = {
     "tokens": lambda rng: rng.randint(1, 5),
     "age": lambda rng: rng.randint(0, 3),
     "reward": lambda rng: rng.choice([0.0, 1.0, 0.25, 0.5, 0.75, None]),
+    "top_k": lambda rng: rng.choice([None, 0, 2]),
     "rewards": lambda rng: rng.choices([0.0, 1.0, 0.25, 0.5, 0.75, None], k=5),
     "reason": lambda rng: rng.choice(list(ReleaseReason)),
     "ends": lambda rng: rng.random() < 0.5,

@@ -18,8 +18,9 @@ from rollmesh.store import Append, Finish, FirstToken, ReleaseReason, Score, Tok
 from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_segments
 from rollmesh.types import FinishReason, ForkStatus, Segment
+from rollmesh.v1.trajectory_pb2 import TeacherColumn
 
-from .store_mesh import UNSCORABLE, Forgetful, held, scored, segment
+from .store_mesh import UNSCORABLE, Forgetful, column, column_bytes, held, scored, segment
 
 T = TypeVar("T")
 
@@ -45,6 +46,13 @@ def stated(m: ModelMember, save: Save) -> dict[str, Any]:
 def byte_count(save: Save) -> int:
     """Payload bytes of a save in Redis."""
     return encode_segments(segments([save])).byte_count
+
+
+def kept_scores(m: ModelMember, tokens: int) -> bytes:
+    """Return the teacher's scores of the first tokens of a member, as Redis would have them."""
+    if not m.teacher:
+        return b""
+    return column_bytes(column(tokens, TeacherColumn.FromString(m.teacher).top_k))
 
 
 class QueueWorkers(RuleBasedStateMachine):
@@ -171,16 +179,17 @@ class QueueWorkers(RuleBasedStateMachine):
         assert {r.status for r in self.do(write(session, items))} == {WriteStatus.SAVED}
         assert redis.refused == 1
 
-    @rule(pick=PICK, reward=REWARDS)
-    def score(self, pick: int, reward: float | None) -> None:
+    @rule(pick=PICK, reward=REWARDS, top_k=st.sampled_from([None, 0, 2]))
+    def score(self, pick: int, reward: float | None, top_k: int | None = None) -> None:
         m, session = self.pick("finished", pick)
         if m is None:
             return
         outcome = UNSCORABLE if reward is None else scored(reward)
-        item = Score(trajectory_id=m.trajectory_id, outcome=outcome, shaped_reward=reward or 0.0)
+        teacher = None if top_k is None or reward is None else column(m.tokens, top_k)
+        item = Score(trajectory_id=m.trajectory_id, outcome=outcome, shaped_reward=reward or 0.0, teacher=teacher)
         for _ in range(2):
             status = self.do(self.store.trajectories.score(session, [item]))[0].status
-            assert status is self.model.score(session, m.trajectory_id, reward)
+            assert status is self.model.score(session, m.trajectory_id, reward, column_bytes(teacher))
 
     @rule(rewards=st.lists(REWARDS, min_size=1, max_size=6))
     def complete(self, rewards: list[float | None]) -> None:

@@ -24,7 +24,18 @@ from rollmesh.store import (
     TrajectoryStore,
 )
 from rollmesh.store.scripts import UploadExpired
-from rollmesh.types import Batch, FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
+from rollmesh.types import (
+    Batch,
+    FinishReason,
+    OutcomeKind,
+    PolicyRecord,
+    Prompt,
+    RewardOutcome,
+    Segment,
+    SegmentSource,
+    TeacherColumn,
+)
+from rollmesh.wire.codec import teacher_to_pb
 
 
 def limits(**changes: object) -> RunLimits:
@@ -84,6 +95,24 @@ def environment_segment(tokens: int) -> Segment:
 
 def scored(value: float) -> RewardOutcome:
     return RewardOutcome(kind=OutcomeKind.SCORED, value=value, parts={"exact": value})
+
+
+def column(tokens: int, top_k: int = 0, digest: str = "ab" * 32) -> TeacherColumn:
+    """Return a teacher's scores of a response; each token has other ones."""
+    logprobs = -np.arange(1, tokens + 1, dtype=np.float32)
+    top = np.subtract.outer(logprobs, np.arange(top_k, dtype=np.float32))
+    return TeacherColumn(
+        teacher="math",
+        manifest_digest=digest,
+        logprobs=logprobs,
+        top_ids=np.arange(tokens * top_k, dtype=np.int32).reshape(tokens, top_k) if top_k else None,
+        top_logprobs=top if top_k else None,
+    )
+
+
+def column_bytes(value: TeacherColumn | None) -> bytes:
+    """Return the scores as Redis has them."""
+    return b"" if value is None else teacher_to_pb(value).SerializeToString(deterministic=True)
 
 
 def digest_of(segments: Iterable[Segment], token_count: int) -> TokenDigest:
@@ -196,9 +225,9 @@ class Mesh:
         )
         return (await self.store.trajectories.finish(self.session, [item]))[0].status
 
-    async def score(self, trajectory_id: str, value: float | None) -> int:
+    async def score(self, trajectory_id: str, value: float | None, teacher: TeacherColumn | None = None) -> int:
         outcome = UNSCORABLE if value is None else scored(value)
-        item = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value or 0.0)
+        item = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value or 0.0, teacher=teacher)
         return (await self.store.trajectories.score(self.session, [item]))[0].status
 
     async def complete(self, leased: LeasedTrajectory, value: float | None, version: int = 0) -> None:

@@ -78,6 +78,8 @@ class ModelMember:
     reward: float | None = None
     worker_reward: float | None = None
     """Reward before the group shaper changed it; None if it did not."""
+    teacher: bytes = b""
+    """Scores of a teacher, as Redis has them; empty without any."""
     kept_tokens: int | None = None
     """Tokens that the group shaper kept; None for all."""
     is_wasted: bool = False

@@ -146,19 +146,20 @@ class WorkerOperations(QueueState):
             self.finished_lengths[length_bucket(member.tokens)] += 1
         return status
 
-    def score(self, session: str, trajectory_id: str, reward: float | None) -> WriteStatus:
-        """Record an outcome, None for unscorable; the last one of a group changes the group's state."""
+    def score(self, session: str, trajectory_id: str, reward: float | None, teacher: bytes = b"") -> WriteStatus:
+        """Record an outcome, None for unscorable, and a teacher's scores; the last one ends the round of its group."""
         member = self.members.get(trajectory_id)
         if member is None or member.session != session:
             return WriteStatus.LOST
         if member.state in (TrajectoryState.SCORED, TrajectoryState.UNSCORABLE):
             before = member.reward if member.worker_reward is None else member.worker_reward
-            return WriteStatus.DUPLICATE if before == reward else WriteStatus.REFUSED
+            return WriteStatus.DUPLICATE if (before, member.teacher) == (reward, teacher) else WriteStatus.REFUSED
         if member.state is not _FINISHED:
             return WriteStatus.REFUSED
         if self.is_gone(member.group):
             return WriteStatus.LOST
-        member.reward = reward
+        member.reward, member.teacher = reward, teacher
+        self.totals["saved_bytes_total"] += len(teacher)
         self.held[session].discard(trajectory_id)
         if reward is None:
             self.end_without_score(member, TrajectoryState.UNSCORABLE)
