@@ -1,14 +1,18 @@
-"""Chat template of a model: messages to text, with a refusal of messages that the text would not contain."""
+"""Chat template of a model: messages to text, with a refusal of messages that the text would not contain.
+
+It also finds the answers in the text of a whole conversation, for training on them.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -23,7 +27,9 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _RENDERED_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
-_OWN_NAMES = frozenset({*_RENDERED_VARIABLES, *SPECIAL_TOKEN_NAMES, "raise_exception", "strftime_now"})
+_TAG_VARIABLES = {"generation_begin": "\x02", "generation_end": "\x03"}
+"""Variables that the tag {% generation %} prints around its body; nothing unless the spans are wanted."""
+_OWN_NAMES = frozenset({*_RENDERED_VARIABLES, *SPECIAL_TOKEN_NAMES, *_TAG_VARIABLES, "raise_exception", "strftime_now"})
 
 _TODAY = datetime(2024, 7, 26)
 """Date for templates that print one, the default of those of Llama 3: a prompt must not depend on the day."""
@@ -34,6 +40,10 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARK = "7240918355160{:06d}"
 """Text that is appended to a part of a message to find it in the rendering: digits, which no template rewrites."""
 _END = _MARK.format(999_999)
+_Rendered = TypeVar("_Rendered")
+_Render = Callable[[Sequence[Message], Mapping[str, Any]], _Rendered]
+Span = tuple[int, int]
+"""Part of a text: its characters from the first number to before the second."""
 
 
 class ChatTemplate:
@@ -53,30 +63,74 @@ class ChatTemplate:
         takes only that. Raises DataError if the model has no template, if the template refuses the messages, and if a
         message, its tool calls, its reasoning or the tools would not be in the text.
         """
+        return self._in_any_form(messages, variables, tools, self._prompt)
+
+    @property
+    def marks_answers(self) -> bool:
+        """True if the template has the tag {% generation %}."""
+        return bool(self._source) and _TAG_VARIABLES.keys() <= self._read_variables
+
+    def conversation(self, messages: Sequence[Message], variables: Mapping[str, Any], tools: Tools = None) -> str:
+        """Render a whole conversation; raises DataError as ``text`` does."""
+
+        def checked(messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+            self._check_parts(messages, variables)
+            return self._render(messages, variables, answer=False)
+
+        return self._in_any_form(messages, variables, tools, checked)
+
+    def answers(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], tools: Tools, ends: Sequence[str]
+    ) -> list[Span]:
+        """Return where the answers are in the text of a whole conversation.
+
+        The spans are those of the tag {% generation %} where the template has it. Otherwise an answer begins where the
+        prompt of the messages before it ends, and stops with the first of ``ends``, the texts of end tokens; the
+        rendering of a changed answer shows that nothing else is in it, and no part of it elsewhere. Raises DataError
+        where the spans cannot be found so.
+        """
+
+        def spans(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Span]:
+            text = self._render(messages, variables, answer=False)
+            if not self.marks_answers:
+                answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+                return [self._span(text, messages, at, variables, ends) for at in answers]
+            plain, found = _tagged(self._render(messages, {**variables, **_TAG_VARIABLES}, answer=False))
+            if plain != text:
+                raise DataError(f"{self._folder}: the chat template changes what is around {{% generation %}}")
+            return found
+
+        return self._in_any_form(messages, variables, tools, spans)
+
+    def _in_any_form(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], tools: Tools, render: _Render[_Rendered]
+    ) -> _Rendered:
         if tools and self._source and "tools" not in self._read_variables:
             raise DataError(f"the chat template of {self._folder} writes no tools")
         variables = {**variables, "tools": tools or None}
         if not any(message.get("tool_calls") for message in messages):
-            return self._in_known_roles(messages, variables)
+            return self._in_known_roles(messages, variables, render)
         try:
-            return self._in_known_roles(_with_arguments(messages, _as_object), variables)
+            return self._in_known_roles(_with_arguments(messages, _as_object), variables, render)
         except DataError:
             with suppress(DataError):
-                return self._in_known_roles(_with_arguments(messages, _as_text), variables)
+                return self._in_known_roles(_with_arguments(messages, _as_text), variables, render)
             raise
 
-    def _in_known_roles(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    def _in_known_roles(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], render: _Render[_Rendered]
+    ) -> _Rendered:
         if not any(message["role"] == "developer" for message in messages):
-            return self._whole(messages, variables)
+            return render(messages, variables)
         if "developer" in self._source:
             with suppress(DataError):
-                return self._whole(messages, variables)
+                return render(messages, variables)
         try:
-            return self._whole([{**m, "role": _AS_SYSTEM.get(m["role"], m["role"])} for m in messages], variables)
+            return render([{**m, "role": _AS_SYSTEM.get(m["role"], m["role"])} for m in messages], variables)
         except DataError as error:
             raise DataError(f"{error} (messages of the role 'developer' are 'system' ones in this template)") from error
 
-    def _whole(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    def _prompt(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         last = messages[-1]
         is_begun = last["role"] == "assistant"
         if is_begun and last.get("tool_calls"):
@@ -84,12 +138,7 @@ class ChatTemplate:
                 f"message {len(messages) - 1} (role 'assistant'): a prompt cannot end with tool calls; add the tool's "
                 "message after them, or leave them out"
             )
-        places: dict[str, tuple[int, str]] = {}
-        marked = [_marked(m, at, places, is_begun=is_begun and m is last) for at, m in enumerate(messages)]
-        rendered = self._render(marked, variables, answer=not is_begun)
-        for mark, (number, part) in places.items():
-            if mark not in rendered:
-                raise self._lost(number, messages[number]["role"], part)
+        self._check_parts(messages, variables, begun=last if is_begun else None, answer=not is_begun)
         if not is_begun:
             return self._render(messages, variables)
         begun = {**last, "content": last["content"] + _END}
@@ -98,6 +147,47 @@ class ChatTemplate:
         if not "".join(text.split()).endswith("".join(last["content"].split())):
             raise self._lost(len(messages) - 1, "assistant", "the beginning of its content")
         return text
+
+    def _check_parts(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        *,
+        begun: Message | None = None,
+        answer: bool = False,
+    ) -> None:
+        places: dict[str, tuple[int, str]] = {}
+        marked = [_marked(m, at, places, is_begun=m is begun) for at, m in enumerate(messages)]
+        rendered = self._render(marked, variables, answer=answer)
+        for mark, (number, part) in places.items():
+            if mark not in rendered:
+                raise self._lost(number, messages[number]["role"], part)
+
+    def _span(
+        self, text: str, messages: Sequence[Message], at: int, variables: Mapping[str, Any], ends: Sequence[str]
+    ) -> Span:
+        begin = self._render(messages[:at], variables)
+        found = [(start, start + len(end)) for end in ends if (start := text.find(end, len(begin))) >= 0]
+        if not found:
+            raise DataError(
+                f"message {at} (role 'assistant'): the chat template of {self._folder} writes none of the end tokens "
+                f"of the model after it ({', '.join(map(repr, ends)) or 'there are none'}); add the one that it "
+                "writes to eos_token_id in generation_config.json, or set another chat template"
+            )
+        stop = min(found)[1]
+        marks: dict[str, tuple[int, str]] = {}
+        changed = [*messages[:at], _marked(messages[at], at, marks, is_begun=False), *messages[at + 1 :]]
+        rendered, rest = self._render(changed, variables, answer=False), text[stop:]
+        inside = rendered.removeprefix(begin).removesuffix(rest)
+        is_exact = (
+            text.startswith(begin) and rendered == begin + inside + rest and all(mark in inside for mark in marks)
+        )
+        if not is_exact:
+            raise DataError(
+                f"message {at} (role 'assistant'): its begin and end cannot be found exactly in what the chat template "
+                f"of {self._folder} writes; put {{% generation %}} and {{% endgeneration %}} around answers there"
+            )
+        return len(begin), stop
 
     def check_variables(self, names: Iterable[str], field: str) -> None:
         """Raise DataError for a variable that the template does not read, or that is not the caller's to set."""
@@ -215,15 +305,29 @@ def _as_text(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
+def _tagged(rendered: str) -> tuple[str, list[Span]]:
+    """Return a text without what the tags print, and the spans between them."""
+    plain, spans, begin = "", [], 0
+    for piece in re.split("([\x02\x03])", rendered):
+        if piece == "\x02":
+            begin = len(plain)
+        elif piece == "\x03":
+            spans.append((begin, len(plain)))
+        else:
+            plain += piece
+    return plain, spans
+
+
 class _GenerationTag(Extension):
-    """Template tag ``{% generation %}``, which marks assistant text for training masks; only its body is rendered."""
+    """Template tag ``{% generation %}`` around the text of answers."""
 
     tags = {"generation"}  # noqa: RUF012  (an instance attribute to mypy, a class attribute to jinja)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in _TAG_VARIABLES)
+        return [begin, nodes.Scope(body, lineno=line), end]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from rollmesh.characters import half_character
-from rollmesh.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Message, Tools
+from rollmesh.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Message, Span, Tools
 from rollmesh.errors import DataError
 from rollmesh.types import Int32Array
 
@@ -90,6 +90,12 @@ class Tokenizer:
         name = self._special_tokens.get("unk_token")
         return None if name is None else self._tokenizer.token_to_id(name)
 
+    @property
+    def end_token_id(self) -> int | None:
+        """Id of the tokenizer's eos_token; None if it names none."""
+        name = self._special_tokens.get("eos_token")
+        return None if name is None else self._tokenizer.token_to_id(name)
+
     def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Encode text to int32 [tokens].
 
@@ -112,7 +118,7 @@ class Tokenizer:
         ids = ids[: len(ids) - sum(1 for _ in takewhile(bool, reversed(mask[added:])))]
         if added and np.array_equal(ids[:added], ids[added : 2 * added]):
             ids = ids[added:]
-        self._check_range(ids)
+        self.check_range(ids)
         return ids
 
     def decode(self, ids: npt.ArrayLike, *, special_tokens: bool = False) -> str:
@@ -122,7 +128,7 @@ class Tokenizer:
         """
         listed = ids if isinstance(ids, list) else np.asarray(ids, np.int64).tolist()
         if listed and not 0 <= min(listed) <= max(listed) < self.vocab_size:
-            self._check_range(np.array(listed, np.int64))
+            self.check_range(np.array(listed, np.int64))
         return str(self._tokenizer.decode(listed, skip_special_tokens=not special_tokens))
 
     def without_special_tokens(self, text: str) -> str:
@@ -144,7 +150,7 @@ class Tokenizer:
         DataError for an id outside [0, vocab_size).
         """
         array = np.asarray(ids, np.int64)
-        self._check_range(array)
+        self.check_range(array)
         stream = DecodeStream(skip_special_tokens=False)
         pieces: list[str] = []
         for token_id in array.tolist():
@@ -168,6 +174,24 @@ class Tokenizer:
         """
         return self._chat_template.text(messages, variables or {}, tools)
 
+    @property
+    def marks_answers(self) -> bool:
+        """True if the chat template marks the text of answers."""
+        return self._chat_template.marks_answers
+
+    def conversation_text(
+        self, messages: Sequence[Message], *, variables: Mapping[str, Any] | None = None, tools: Tools = None
+    ) -> str:
+        """Render a whole conversation to text, without the beginning of an answer; raises DataError like the others."""
+        return self._chat_template.conversation(messages, variables or {}, tools)
+
+    def answer_spans(
+        self, messages: Sequence[Message], *, variables: Mapping[str, Any] | None = None, tools: Tools = None
+    ) -> list[Span]:
+        """Return where the answers are in the text of a whole conversation (``ChatTemplate.answers``)."""
+        ends = [self.decode([i], special_tokens=True) for i in self.eos_token_ids]
+        return self._chat_template.answers(messages, variables or {}, tools, ends)
+
     def check_template_variables(self, names: Iterable[str], field: str) -> None:
         """Raise DataError for a variable that the chat template does not read, or that is not the caller's to set."""
         self._chat_template.check_variables(names, field)
@@ -178,13 +202,11 @@ class Tokenizer:
         named = [i for i in (found if isinstance(found, list) else [found]) if i is not None]
         if any(not isinstance(i, int) for i in named):
             raise DataError(f"{self._folder}: eos_token_id={found!r} must be a token id, or a list of them")
-        ids = set(named)
-        if (text := self._special_tokens.get("eos_token")) is not None:
-            own = self._tokenizer.token_to_id(text)
-            ids |= {own} if own is not None else set()
-        return tuple(sorted(ids))
+        own = self.end_token_id
+        return tuple(sorted({*named, *(() if own is None else (own,))}))
 
-    def _check_range(self, ids: npt.NDArray[Any]) -> None:
+    def check_range(self, ids: npt.NDArray[Any]) -> None:
+        """Raise DataError for an id outside [0, vocab_size)."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
             limits = f"[0, {self.vocab_size})"

@@ -22,7 +22,7 @@ from rollmesh.config.services import AgentsConfig
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.text import Tokenizer
-from rollmesh.types import Int32Array
+from rollmesh.types import BoolArray, Int32Array
 
 if TYPE_CHECKING:
     from renderers import ParsedToolCall, Renderer
@@ -114,6 +114,20 @@ class RendererFormat:
             if message["content"].strip() and number not in written:
                 raise DataError(f"the format of the model writes no {message['role']!r} message at place {number}")
         return np.array(rendered.token_ids, np.int32)
+
+    def conversation(self, messages: Sequence[Message], tools: Tools) -> tuple[Int32Array, BoolArray]:
+        """Return the tokens of a whole conversation, and which are of answers, with the token that ends each.
+
+        Raises DataError for messages that the renderer refuses.
+        """
+        from renderers import build_training_sample
+
+        given: Any = [dict(message) for message in messages]
+        try:
+            sample = build_training_sample(self._renderer, given, tools=list(tools) or None, ensure_final_stop=True)
+        except Exception as error:  # every family refuses messages with errors of its own
+            raise DataError(f"the renderer of the model refuses the messages: {error}") from error
+        return np.array(sample.token_ids, np.int32), np.array(sample.loss_mask, np.bool_)
 
     def next_ids(
         self, context_ids: Int32Array, answer_ids: Int32Array, messages: Sequence[Message], new: int, tools: Tools
@@ -221,6 +235,19 @@ class ChatFormats:
                 self._formats.clear()
             known = self._formats[key] = RendererFormat(self._renderer, renderer, self.tokenizer, variables)
         return known
+
+
+def answers_format(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> RendererFormat | None:
+    """Return the format of the renderer that writes what the chat template writes; None if none tells answers apart."""
+    name = _matching_renderer(tokenizer, {}, variables) if _is_installed() else ""
+    if not name:
+        return None
+    found = RendererFormat(name, _make_renderer(name, tokenizer, {}, variables), tokenizer, variables)
+    try:
+        found.conversation(_PROBE, _PROBE_TOOLS)
+    except DataError:
+        return None
+    return found
 
 
 def _is_installed() -> bool:

@@ -268,10 +268,18 @@ def _chat(value: Any, form: RowFormat) -> list[Mapping[str, Any]] | None:
     """Return the messages of a prompt that is rendered as a chat; None for other prompts."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}] if form.chat else None
+    messages = chat_messages(value)
+    if messages is not None and not any(message["content"].strip() for message in messages):
+        raise DataError("the prompt is empty")
+    return messages
+
+
+def chat_messages(value: Any) -> list[Mapping[str, Any]] | None:
+    """Return messages without fields that are null; None for what is no list of objects. Raises DataError."""
     if not (isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value)):
         return None
     # The columns of a table give every message all fields: those that it does not have are null.
-    messages = [_without_nulls(message) for message in value]
+    messages = [without_nulls(message) for message in value]
     for number, message in enumerate(messages):
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
@@ -280,15 +288,14 @@ def _chat(value: Any, form: RowFormat) -> list[Mapping[str, Any]] | None:
             message.setdefault("content", "")
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(f"message {number} needs role and content as text, got {short_repr(message)}")
-    if not any(message["content"].strip() for message in messages):
-        raise DataError("the prompt is empty")
     return list(messages)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Return a value without the fields of its objects that are null."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _verifier(row: Row, form: RowFormat) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,18 +14,19 @@ import numpy as np
 
 from rollmesh.config.data import JsonlSource, ParquetSource, PythonSource
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.sources.rows import Row, RowFormat, RowPrompts
+from rollmesh.tasks.sources.rows import Row, RowFormat, RowPrompts, RowReader
 from rollmesh.tasks.sources.source_protocol import SourceSettings
 from rollmesh.user_code import call_target, load_target, own_code
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PARQUET = b"PAR1"
 _OTHER_FORMATS = {
     b"\x1f\x8b": "compressed with gzip; unpack it",
     b"BZh": "compressed with bzip2; unpack it",
     b"\xfd7zXZ": "compressed with xz; unpack it",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it",
     b"PK\x03\x04": "compressed with zip; unpack it",
-    b"PAR1": "Parquet; set type: parquet",
+    _PARQUET: "Parquet; set type: parquet",
     b"ARROW1": "Arrow; save it as Parquet, and set type: parquet",
     b"[": "one JSON array; write each of its objects on a line of its own",
     b"version https://git-lfs": "a pointer of Git LFS; fetch the file itself with git lfs pull",
@@ -84,6 +86,14 @@ class JsonlRows:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
 
 
+def open_file(path: str | Path) -> RowReader:
+    """Open the rows of a Parquet file, or of any other as JSON lines. Raises DataError and ConfigError as they do."""
+    with suppress(OSError), Path(path).open("rb") as file:
+        if file.read(len(_PARQUET)) == _PARQUET:
+            return ParquetRows(path)
+    return JsonlRows(path)
+
+
 def open_table(source: JsonlSource, settings: SourceSettings) -> RowPrompts:
     """Open the file of a run; the rows are checked here."""
     rows = ParquetRows(source.path) if isinstance(source, ParquetSource) else JsonlRows(source.path)
@@ -137,7 +147,7 @@ class ParquetRows:
             import pyarrow
             import pyarrow.parquet as parquet
         except ImportError as error:
-            raise ConfigError("data.source.type=parquet needs pyarrow: pip install 'rollmesh[datasets]'") from error
+            raise ConfigError(f"{path}: Parquet needs pyarrow: pip install 'rollmesh[datasets]'") from error
         self._path = Path(path)
         self.name = str(path)
         try:
