@@ -117,6 +117,7 @@ _BY_NAME: dict[str, Schema] = {
     "sharedMemory": {"anyOf": [{"const": ""}, _BYTES]},
 }
 _BY_PATH: dict[str, Schema] = {
+    "teachers": {"type": "object"},
     "imageRegistry": {"type": "string", "pattern": r"^([^:@\s]+(:[0-9]+(/[^:@\s]*)?)?)?$"},
     "generator.kind": {"enum": ["Deployment", "StatefulSet", "LeaderWorkerSet"]},
     "trainer.kind": {"enum": ["Job", "StatefulSet"]},
@@ -140,7 +141,10 @@ _BY_PATH: dict[str, Schema] = {
     "podSecurityContext.seccompProfile": _closed(
         {"type": {"enum": ["RuntimeDefault", "Localhost"]}, "localhostProfile": {"type": "string"}}, ["type"]
     ),
-    **{f"{name}.autoscaling.kind": {"enum": ["", "hpa", "keda"]} for name in ("rollout", "generator", "reward")},
+    **{
+        f"{name}.autoscaling.kind": {"enum": ["", "hpa", "keda"]}
+        for name in ("rollout", "generator", "reward", "teacher")
+    },
 }
 _SET_BY_CHART = frozenset({"folder", "network", "security"})
 """Sections of the run file that the chart writes."""
@@ -162,6 +166,7 @@ def schema_of(values: dict[str, Any], texts: dict[str, str]) -> Schema:
     """Return the JSON schema of the chart's values; ``texts`` has their comments by path."""
     schema = _section(values, "", texts)
     schema["properties"]["run"] = _run_section(texts["run"])
+    schema["properties"]["teachers"]["additionalProperties"] = schema["properties"]["teacher"]
     # Helm puts this in when the chart is a dependency of another one.
     schema["properties"]["global"] = {"type": "object"}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the rollmesh chart"}
@@ -200,7 +205,9 @@ def _run_section(description: str) -> Schema:
     properties: Schema = {name: {"type": "object"} for name in RunConfig.model_fields if name not in _SET_BY_CHART}
     for section, names in _FIELDS_SET_BY_CHART.items():
         properties[section] = _without(*names)
-    properties["generator"] = {"type": "object", "properties": {"replicas": False, "sglang": _without("admin_key")}}
+    server = {"type": "object", "properties": {"replicas": False, "sglang": _without("admin_key")}}
+    properties["generator"] = server
+    properties["teachers"] = {"type": "object", "additionalProperties": server}
     # Only `rollmesh up` makes these evaluations; false, as in a resolved run file, asks for nothing.
     properties["evaluation"] = {"type": "object", "properties": {"before_and_after": {"const": False}}}
     properties["name"] = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"}

@@ -1,7 +1,7 @@
-{{/* Autoscalers. Their rules are in files/autoscaling/<component>.yaml. */}}
+{{/* Autoscalers. Their rules are in files/autoscaling; that of teacher.yaml is for every teacher by itself. */}}
 
 {{- define "rollmesh.scalingRule" -}}
-{{- $file := printf "files/autoscaling/%s.yaml" (index . 1) -}}
+{{- $file := printf "files/autoscaling/%s.yaml" (index . 1 | splitList "-" | first) -}}
 {{- required (printf "%s is missing in the chart" $file) ((index . 0).Files.Get $file) -}}
 {{- end -}}
 
@@ -39,6 +39,9 @@ spec:
           selector:
             matchLabels:
               run: {{ include "rollmesh.runName" $root | quote }}
+              {{- if hasPrefix "teacher-" $component }}
+              teacher: {{ trimPrefix "teacher-" $component | quote }}
+              {{- end }}
         target:
           type: {{ .metricType }}
           {{ ternary "averageValue" "value" (eq .metricType "AverageValue") }}: {{ include "rollmesh.quantity" .target | quote }}
@@ -48,7 +51,7 @@ spec:
 {{- end -}}
 
 {{- define "rollmesh.signalMetric" -}}
-{{- printf "rollmesh_%s_%s" (index . 0) (index . 1) | replace "-" "_" -}}
+{{- printf "rollmesh_%s_%s" (index . 0 | splitList "-" | first) (index . 1) | replace "-" "_" -}}
 {{- end -}}
 
 {{/* A number as a Kubernetes quantity: 0.2 is 200m. */}}
@@ -63,6 +66,9 @@ spec:
 {{- $scaling := (index $root.Values $component).autoscaling -}}
 {{- $rule := include "rollmesh.scalingRule" . | fromYaml -}}
 {{- $selector := printf "namespace=%q,run=%q" $root.Release.Namespace (include "rollmesh.runName" $root) -}}
+{{- if hasPrefix "teacher-" $component -}}
+{{- $selector = printf "%s,teacher=%q" $selector (trimPrefix "teacher-" $component) -}}
+{{- end -}}
 {{- $keda := $root.Values.keda -}}
 apiVersion: keda.sh/v1alpha1
 kind: ScaledObject

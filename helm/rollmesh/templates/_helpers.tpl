@@ -146,7 +146,11 @@ rollmesh/run: {{ include "rollmesh.runName" $root | quote }}
 
 {{/* The run file. Pod-specific fields and secrets come from the environment, which overrides it. */}}
 {{- define "rollmesh.runFile" -}}
-{{- toYaml (merge (dict "folder" "/var/lib/rollmesh/run") (include "rollmesh.run" . | fromYaml)) -}}
+{{- $run := merge (dict "folder" "/var/lib/rollmesh/run") (include "rollmesh.run" . | fromYaml) -}}
+{{- range include "rollmesh.teachers" . | splitList " " | compact -}}
+{{- $_ := set (index $run.teachers (trimPrefix "teacher-" .)) "address" (include "rollmesh.scoringAddress" (list $ .)) -}}
+{{- end -}}
+{{- toYaml $run -}}
 {{- end -}}
 
 {{/* A ServiceAccount; its token is mounted by the pods whose values say so: (list $ "rollout"). */}}

@@ -155,7 +155,7 @@ securityContext:
 {{/* Environment of services that call the reward service. */}}
 {{- define "rollmesh.rewardEnv" -}}
 - name: ROLLMESH_REWARD__ADDRESS
-  value: {{ printf "%s:%v" (include "rollmesh.componentName" (list . "reward")) .Values.network.grpcPort | quote }}
+  value: {{ include "rollmesh.scoringAddress" (list . "reward") | quote }}
 {{- end -}}
 
 {{- define "rollmesh.ports" -}}

@@ -66,7 +66,7 @@ class AutoscalingRule(Section):
     Field names are those of Kubernetes' autoscaling/v2; ``window`` is the time range of the queries, for example 5m.
     """
 
-    service: Literal["generator", "reward", "rollout"]
+    service: Literal["generator", "reward", "rollout", "teacher"]
     minReplicas: int = Field(ge=1, le=MOST_REPLICAS)
     maxReplicas: int = Field(ge=1, le=MOST_REPLICAS)
     window: str = Field(pattern=_DURATION.pattern)

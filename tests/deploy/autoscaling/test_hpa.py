@@ -122,7 +122,7 @@ def test_the_rules_of_the_chart_are_valid_and_for_the_service_that_names_them(fi
 
 
 def test_there_is_a_rule_for_every_service_that_scales() -> None:
-    assert [file.stem for file in RULES] == ["generator", "reward", "rollout"]
+    assert [file.stem for file in RULES] == ["generator", "reward", "rollout", "teacher"]
 
 
 def generators(**values: float) -> int:

@@ -270,9 +270,10 @@ def test_prometheus_comes_through_every_policy(renderings: list[Rendering]) -> N
             if "Egress" in policy["policyTypes"]:
                 asked = [(port["port"], port["protocol"]) for rule in policy["egress"] for port in rule["ports"]]
                 assert set(asked) >= {(53, "UDP"), (53, "TCP")}, name
-    agents = [d for r in renderings for d in r.of_kind("Deployment") if d["metadata"]["name"].endswith("-agents")]
-    assert seen == 5 * len(renderings) + len(agents)
-    assert len(agents) == 2
+    names = [d["metadata"]["name"] for r in renderings for d in r.of_kind("Deployment")]
+    agents, teachers = (sum(part in name for name in names) for part in ("-agents", "-teacher-"))
+    assert seen == 5 * len(renderings) + agents + teachers
+    assert (agents, teachers) == (2, 3)
 
 
 def test_every_caller_of_a_service_passes_its_network_policy(renderings: list[Rendering]) -> None:
@@ -286,3 +287,10 @@ def test_every_caller_of_a_service_passes_its_network_policy(renderings: list[Re
                 peers = policy["spec"]["ingress"][0]["from"]
                 assert {p["podSelector"]["matchLabels"][component] for p in peers} == callers, rendering.name
         assert policies, "reward pods have a policy everywhere"
+        rewards, *others = (
+            p
+            for p in rendering.of_kind("NetworkPolicy")
+            if "-reward" in p["metadata"]["name"] or "-teacher-" in p["metadata"]["name"]
+        )
+        for policy in others:
+            assert policy["spec"]["ingress"] == rewards["spec"]["ingress"], "teachers have the callers of rewards"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 import yaml
@@ -23,6 +23,7 @@ KIND = CHART / "ci" / "kind-cpu-values.yaml"
 NODES = "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
 EXTERNAL = ["redis.enabled=false", "redis.externalUrl=redis://host:6379"]
 SIDECAR_GPU = r"generator.sglang.sidecar.resources.limits.nvidia\.com/gpu=1"
+TEACHER = ["run.teachers.any.model=/models/m"]
 GPU = r"resources.limits.nvidia\.com/gpu"
 
 
@@ -64,6 +65,8 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("run.gateway.port=81", "port"),
         ("run.gateway.enabled=false", "enabled"),
         ("run.generator.replicas=4", "replicas"),
+        ("run.teachers.any.replicas=2", "replicas"),
+        ("teachers.any.replica=2", "replica"),
         ("run.store.appendfsync=always", "appendfsync"),
         ("run.store.maxmemory_bytes=1073741824", "maxmemory_bytes"),
         ("run.evaluation.before_and_after=true", "before_and_after"),
@@ -139,13 +142,20 @@ def secret_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         for kind in (field.annotation, *get_args(field.annotation)):
             if kind is SecretStr:
                 yield f"{prefix}{name}"
+            elif get_origin(field.annotation) is dict and isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from secret_fields(kind, f"{prefix}{name}.any.")
             elif isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from secret_fields(kind, f"{prefix}{name}.")
 
 
 def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> None:
     found = list(secret_fields(RunConfig))
-    assert {"store.password", "checkpoints.secret", "generator.sglang.admin_key", "gateway.token"} <= set(found)
+    assert {
+        "store.password",
+        "checkpoints.secret",
+        "generator.sglang.admin_key",
+        "teachers.any.sglang.admin_key",
+    } <= set(found)
     for path in found:
         with pytest.raises(HelmError, match=r"don.t meet the specifications"):
             helm4.template(CHART, [KIND], [f"run.{path}={'a' * 40}"])
@@ -191,6 +201,11 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
         ([r"trainer.resources.limits.amd\.com/gpu=2"], r"processesPerNode=1 with 2 GPUs"),
         ([r"trainer.resources.limits.nvidia\.com/mig-1g\.10gb=2", "trainer.processesPerNode=4"], "=4 with 2 GPUs"),
         (["generator.autoscaling.maxReplicas=9"], r"generator\.autoscaling\.maxReplicas=9 without its kind"),
+        (["teachers.any.replicas=2"], r"teachers\.any has no effect without a teacher run\.teachers\.any"),
+        ([*TEACHER, "run.teachers.any.address=far:7070", "teachers.any.replicas=2"], r"that has no address"),
+        (["run.teachers.a_b.model=/models/m"], r"called demo-rollmesh-teacher-a_b: up to 63"),
+        ([f"run.teachers.{'a' * 50}.model=/models/m"], r"aa: up to 63"),
+        ([*TEACHER, "teachers.any.autoscaling.maxReplicas=9"], r"teacher-any\.autoscaling\.maxReplicas=9 without its"),
         (
             ["reward.autoscaling.kind=hpa", "reward.autoscaling.minReplicas=99"],
             r"reward\.autoscaling\.minReplicas=99 is",
@@ -240,7 +255,7 @@ def test_run_file_and_environment_of_every_container_make_a_run(
     rendering = helm4.template(CHART, [example], sets)
     file = tmp_path / "run.yaml"
     file.write_text(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
-    ours = ("rollout", "generator", "reward", "trainer", "gateway", "agents", "validate")
+    ours = ("rollout", "generator", "reward", "teacher", "trainer", "gateway", "agents", "validate")
     seen = 0
     for name, _, container in rendering.containers():
         if container["name"] in ours:
@@ -250,8 +265,9 @@ def test_run_file_and_environment_of_every_container_make_a_run(
             assert config.network.shared_folder is False and config.network.admin_port == 7071, name
             assert config.folder.startswith("/var/lib/rollmesh/"), name
             seen += 1
-    count = 6 if yaml.safe_load(example.read_text()).get("agents") else 5
-    assert seen == 2 * count, "every service and its init container"
+    values = yaml.safe_load(example.read_text())
+    here = [teacher for teacher in values["run"].get("teachers", {}).values() if "address" not in teacher]
+    assert seen == 2 * (5 + ("agents" in values) + len(here)), "every service and its init container"
 
 
 def test_a_run_in_the_values_is_the_whole_run_file(helm: Helm, tmp_path: Path) -> None:
@@ -309,6 +325,24 @@ def test_a_changed_run_file_makes_new_pods_and_another_trainer_job(helm4: Helm) 
     for component in ("rollout", "generator", "reward", "gateway", "agents"):
         old, new = (r.component(component)["metadata"]["annotations"][mark] for r in (before, after))
         assert old != new
+
+
+def test_every_teacher_has_values_of_its_own_over_those_of_all(helm: Helm) -> None:
+    sets = ["run.teachers.law.model=/models/law", "run.teachers.code.model=/models/code", "teacher.replicas=2"]
+    own = ["teachers.law.replicas=3", rf"teachers.law.{GPU}=1", "teacher.resources.requests.memory=40000000000"]
+    rendering = helm.template(CHART, [KIND], [*sets, "run.teachers.far.address=far:7070", *own])
+    law, code = (rendering.one("Deployment", f"-teacher-{name}")["spec"] for name in ("law", "code"))
+    assert (law["replicas"], code["replicas"]) == (3, 2)
+    (container,), (other,) = (spec["template"]["spec"]["containers"] for spec in (law, code))
+    assert container["args"] == ["teacher", "/etc/rollmesh/run/run.yaml", "law"]
+    assert other["resources"] == {"requests": {"memory": 40000000000}}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}, **other["resources"]}
+    run = yaml.safe_load(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
+    found = {name: teacher["address"] for name, teacher in run["teachers"].items()}
+    assert found == {"far": "far:7070", **{n: f"demo-rollmesh-teacher-{n}:7070" for n in ("law", "code")}}
+    assert {s["metadata"]["name"] for s in rendering.of_kind("Service")} >= {
+        f"demo-rollmesh-teacher-{n}" for n in ("law", "code")
+    }
 
 
 def test_names_stay_valid_for_long_releases(helm4: Helm) -> None:

@@ -28,6 +28,8 @@ OUR_REDIS: dict[str, Any] = {
     "rollout": {"autoscaling": {"kind": "hpa"}},
     "generator": {"autoscaling": {"kind": "hpa"}},
     "reward": {"autoscaling": {"kind": "hpa"}},
+    "run": {"name": "taught", "model": {"path": "recipe:countdown"}, "teachers": {"any": {"model": "/models/m"}}},
+    "teacher": {"autoscaling": {"kind": "hpa"}},
     "trainer": {"processesPerNode": 2, "podDisruptionBudget": {"enabled": True}},
     "gateway": {
         "podDisruptionBudget": {"enabled": True},
@@ -92,6 +94,7 @@ BY_NAME: dict[str, Any] = {
 }
 BY_PATH: dict[str, Any] = {
     "run": {"name": "other", "model": {"path": "recipe:countdown"}},
+    "teachers": {"any": {"replicas": 3}},
     "network.grpcPort": 7080,
     "keda.prometheusAddress": "https://other:9090",
     "checkpoints.url": "gs://other/prefix",

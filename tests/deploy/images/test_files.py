@@ -43,7 +43,7 @@ def test_every_image_of_the_compose_file_is_a_target_of_the_dockerfile() -> None
 
 
 def test_every_image_of_the_chart_is_a_target_of_the_dockerfile() -> None:
-    repositories = {VALUES[service]["image"]["repository"].rpartition("/")[2] for service in OURS}
+    repositories = {VALUES[service]["image"]["repository"].rpartition("/")[2] for service in (*OURS, "teacher")}
     text = (DEPLOY / "Dockerfile").read_text()
     for repository in repositories:
         assert f"FROM service AS {TARGET_OF.get(repository, repository)}\n" in text, repository

@@ -33,7 +33,19 @@
 {{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled -}}
 {{- fail "monitoring.podMonitor.enabled and monitoring.serviceMonitor.enabled: Prometheus would scrape each pod twice and sums would double; turn one of them off" -}}
 {{- end -}}
-{{- range $component := list "rollout" "generator" "reward" -}}
+{{- $teachers := include "rollmesh.teachers" . | splitList " " | compact -}}
+{{- range $name, $_ := .Values.teachers -}}
+{{- if not (has (printf "teacher-%s" $name) $teachers) -}}
+{{- fail (printf "teachers.%s has no effect without a teacher run.teachers.%s that has no address: give both or none" $name $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $teachers -}}
+{{- $service := include "rollmesh.componentName" (list $ .) -}}
+{{- if or (gt (len $service) 63) (not (regexMatch "^[a-z0-9-]*[a-z0-9]$" $service)) -}}
+{{- fail (printf "run.teachers.%s: its Service would be called %s: up to 63 lower-case letters, digits and inner hyphens; rename the teacher" (trimPrefix "teacher-" .) $service) -}}
+{{- end -}}
+{{- end -}}
+{{- range $component := concat (list "rollout" "generator" "reward") $teachers -}}
 {{- $scaling := (index $.Values $component).autoscaling -}}
 {{- if not $scaling.kind -}}
 {{- range list "minReplicas" "maxReplicas" "behavior" -}}
