@@ -17,10 +17,11 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import CertificateCollector
 from rollmesh.store.redis_connection import StoreCallObserver
+from rollmesh.teacher.teacher_metrics import TeacherMetrics
 from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
-_SERVICES = ("rollout", "generator", "reward", "trainer", "gateway", "agents")
+_SERVICES = ("rollout", "generator", "reward", "teacher", "trainer", "gateway", "agents")
 
 
 def metrics_document() -> str:
@@ -49,6 +50,7 @@ def service_metrics() -> dict[str, list[Metric]]:
     GeneratorMetrics(registries["generator"])
     registries["generator"].registry.register(EngineCollector(_not_started, lambda: False))
     RewardMetrics(registries["reward"]).expect(["countdown"])
+    TeacherMetrics(registries["teacher"], "NAME")
     TrainerMetrics(registries["trainer"])
     GatewayMetrics(registries["gateway"])
     OpenAiMetrics(registries["agents"])

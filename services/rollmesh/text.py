@@ -80,6 +80,13 @@ class Tokenizer:
         """Model folder that the tokenizer was read from."""
         return self._folder
 
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """sha256 (hex) of the ids with their tokens; of equal vocabularies also under other rules of splitting."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        listed = sorted((token_id, token) for token, token_id in vocabulary.items())
+        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
     def token_id(self, text: str) -> int | None:
         """Return the id of a token of the vocabulary, or None."""
         return self._tokenizer.token_to_id(text)

@@ -133,6 +133,44 @@ PAGE = Page(
                 unit="s",
             ),
         ],
+        "Teachers": [
+            curve(
+                "Tokens scored by teachers",
+                "Response tokens per second, by teacher.",
+                per_second("rollmesh_teacher_scored_tokens_total", "teacher"),
+                stacked=True,
+            ),
+            curve(
+                "Sequences in the teachers",
+                "Received and not scored yet, those that wait included, by teacher.",
+                total("rollmesh_teacher_running_sequences", "teacher"),
+            ),
+            curve(
+                "Sequences without scores",
+                "Per second, by teacher: log-probabilities that are not finite, or too few, or a sequence too long.",
+                per_second("rollmesh_teacher_errors_total", "teacher"),
+                unit="ops",
+            ),
+            curve(
+                "Scoring by teacher",
+                "From receipt of a sequence to its scores: median and 90%.",
+                *quantiles("rollmesh_teacher_score_seconds", 0.5, 0.9, by="teacher"),
+                unit="s",
+            ),
+            curve(
+                "Sequences received by teachers",
+                "Per second, by teacher.",
+                per_second("rollmesh_teacher_sequences_total", "teacher"),
+                unit="ops",
+                stacked=True,
+            ),
+            curve(
+                "Tokens read by teachers",
+                "Tokens of prompt and response of the scored sequences per second, by teacher.",
+                per_second("rollmesh_teacher_context_tokens_total", "teacher"),
+                stacked=True,
+            ),
+        ],
     },
     instances_of="reward",
 )

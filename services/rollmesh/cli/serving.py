@@ -12,6 +12,7 @@ import typer
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_module, load_run
 from rollmesh.config import RunConfig, write_run_config
+from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.inline_services import Serve
 from rollmesh.launcher.run_folder import RunFolder
@@ -43,6 +44,7 @@ def register(app: typer.Typer) -> None:
     for service, text in _SERVICES.items():
         text = f"{text}\n\nExample: `rollmesh {service} run.yaml --set store.url=redis://10.0.0.5:6379`"
         app.command(service, help=text, rich_help_panel="Services")(_command(service))
+    app.command(rich_help_panel="Services")(teacher)
 
 
 def _command(service: str) -> Callable[..., None]:
@@ -51,18 +53,34 @@ def _command(service: str) -> Callable[..., None]:
     ) -> None:
         if supervised_by:
             die_with_parent(supervised_by)
-        raise typer.Exit(_serve(service, run, index, set_))
+        raise typer.Exit(_serve(service, run, index, set_, lambda: _main_module(service).serve))
 
     return command
 
 
-def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> int:
+def teacher(
+    run: RunFileArgument,
+    name: Annotated[str, typer.Argument(help="Name of the teacher in the run file.", metavar="NAME")],
+    index: IndexOption = 0,
+    set_: SetOption = None,
+    supervised_by: SuperviseOption = 0,
+) -> None:
+    """Serve a teacher: log-probabilities of given tokens under the frozen weights of `teachers.NAME.model`.
+
+    Example: `rollmesh teacher run.yaml math --set network.grpc_port=7000`
+    """
+    if supervised_by:
+        die_with_parent(supervised_by)
+    raise typer.Exit(_serve(teacher_service(name), run, index, set_, lambda: _teacher_serve(name)))
+
+
+def _serve(service: str, run: Path, index: int, overrides: list[str] | None, found: Callable[[], Serve]) -> int:
     with clear_errors(EXIT_CONFIG):
         config = load_run(run, overrides or ())
         check_service(config, service)
         configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
         capture_foreign_logs()
-        serve: Serve = _main_module(service).serve
+        serve = found()
         if not config.network.shared_folder:
             _prepare_folder(config)
 
@@ -74,10 +92,15 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
     return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)
 
 
-def inline_services() -> dict[str, Serve]:
-    """Import every service, to run in this process."""
+def inline_services(config: RunConfig) -> dict[str, Serve]:
+    """Import every service of a run, to run in this process."""
     serve: dict[str, Serve] = {service: _main_module(service).serve for service in _SERVICES}
+    serve |= {teacher_service(name): _teacher_serve(name) for name in config.teachers}
     return {**serve, "reward": partial(_main_module("reward").serve, inline=True)}
+
+
+def _teacher_serve(name: str) -> Serve:
+    return partial(_main_module("teacher").serve, name=name)
 
 
 def _main_module(service: str) -> ModuleType:

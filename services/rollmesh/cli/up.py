@@ -120,7 +120,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     folder = make_run_folder(config).path
     try:
-        account = _run(config, folder, console, inline_services() if inline else None)
+        account = _run(config, folder, console, inline_services(config) if inline else None)
         try:
             accepted = close_run(folder, account, console)
         except OSError as error:

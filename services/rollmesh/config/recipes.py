@@ -13,7 +13,7 @@ _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """Name of a model on the Hugging Face Hub, for example Qwen/Qwen3-0.6B."""
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, field: str = "model.path") -> Path:
     """Return the folder of a model: ``recipe:NAME`` is a packaged model, any other value a path.
 
     Raises ConfigError when the folder does not exist or contains no config.json.
@@ -21,18 +21,18 @@ def resolve_model(path: str) -> Path:
     folder = recipe_file(path.removeprefix(_SCHEME), "model") if path.startswith(_SCHEME) else Path(path)
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"model.path={path}: {folder} contains an adapter (adapter_config.json), and a run starts from full "
+            f"{field}={path}: {folder} contains an adapter (adapter_config.json), and a run starts from full "
             "weights; merge it into its base with peft's merge_and_unload (of a run: rollmesh export), and name the "
             "merged folder"
         )
     if not (folder / "config.json").is_file():
         name = folder.name
         remedy = (
-            f"download it first: hf download {path} --local-dir models/{name}; then set model.path: models/{name}"
+            f"download it first: hf download {path} --local-dir models/{name}; then set {field}: models/{name}"
             if _HUB_NAME.match(path) and not folder.exists()
             else "set a Hugging Face folder on this machine, or recipe:NAME"
         )
-        raise ConfigError(f"model.path={path}: {folder} contains no config.json; {remedy}")
+        raise ConfigError(f"{field}={path}: {folder} contains no config.json; {remedy}")
     return folder
 
 

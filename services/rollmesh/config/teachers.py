@@ -12,6 +12,11 @@ from rollmesh.config.section import GrpcAddress, Section
 TeacherName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
 
+def teacher_service(name: str) -> str:
+    """Return the name of a teacher's service: of its processes, logs and endpoint files."""
+    return f"teacher-{name}"
+
+
 class TeacherConfig(Section):
     """One teacher: a model folder, or the address of services that serve it."""
 

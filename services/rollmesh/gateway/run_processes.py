@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
+from rollmesh.config.teachers import teacher_service
 from rollmesh.gateway.models.items import LogTail, ProcessList, ProcessView
 from rollmesh.runtime.growing_files import tail_lines
 from rollmesh.runtime.locks import launcher_process
@@ -88,8 +89,9 @@ class RunProcesses:
 def service_of(command: Sequence[str]) -> str | None:
     """Return service and index of a command line of the launcher (``launcher.service_specs``); None for any other."""
     try:
-        at = command.index("rollmesh.cli.main")
-        return f"{command[at + 1]}-{command[command.index('--index', at) + 1]}"
+        at = command.index("rollmesh.cli.main") + 1
+        service = teacher_service(command[at + 2]) if command[at] == "teacher" else command[at]
+        return f"{service}-{command[command.index('--index', at) + 1]}"
     except (ValueError, IndexError):
         return None
 

@@ -21,11 +21,11 @@ from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import (
-    STOP_ORDER,
     WORKERS,
     ReplicaScaler,
     child_environment,
     service_specs,
+    stop_order,
     thread_variables,
     with_mesh_token,
 )
@@ -88,8 +88,10 @@ class LocalMesh:
         self._noted_refusal = -1
 
     @contextlib.asynccontextmanager
-    async def services(self, names: Sequence[str] = STOP_ORDER) -> AsyncIterator[None]:
-        """Run these services, and stop them in order on exit, also after an error."""
+    async def services(self, names: Sequence[str] | None = None) -> AsyncIterator[None]:
+        """Run these services, by default all, and stop them in order on exit, also after an error."""
+        order = stop_order(self.config)
+        names = order if names is None else names
         environment = child_environment(self.config, self._redis_url)
         try:
             await self._start_fixed(names, environment)
@@ -105,7 +107,7 @@ class LocalMesh:
                 await asyncio.gather(*(self.supervisor.stop([name]) for name in WORKERS))
                 with contextlib.suppress(StoreUnavailable, OSError):
                     await self._timeline.sample()
-                await self.supervisor.stop([name for name in STOP_ORDER if name not in WORKERS])
+                await self.supervisor.stop([name for name in order if name not in WORKERS])
             finally:
                 await self.supervisor.kill_all()
 

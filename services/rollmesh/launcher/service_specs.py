@@ -20,6 +20,7 @@ from rollmesh.checkpoints.sealing import random_once
 from rollmesh.config import RunConfig
 from rollmesh.config.load import secret_environment
 from rollmesh.config.replica_bounds import SCALABLE, check_scale, configured_replicas
+from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
@@ -29,9 +30,13 @@ from rollmesh.store.operator_settings import Scaling
 TOKEN_FILE = "mesh-token"
 WORKERS = ("agents", "rollout")
 """Services that hold trajectories in progress."""
-STOP_ORDER = (*WORKERS, "generator", "reward", "trainer", "gateway")
-"""The sources of work stop first, so that the services behind it can drain; the gateway stops last."""
 _LEAVE_SECONDS = 2.0
+
+
+def stop_order(config: RunConfig) -> tuple[str, ...]:
+    """Return all services: the sources of work stop first, so that those behind them can drain; the gateway last."""
+    teachers = map(teacher_service, config.teachers)
+    return (*WORKERS, "generator", "reward", *teachers, "trainer", "gateway")
 
 
 def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
@@ -63,6 +68,9 @@ def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str
     """Return the service processes that the run file configures, in start order."""
     counts = {"trainer": 1, **configured_replicas(config)}
     agents = config.rollout.program == "agent" if config.agents.enabled is None else config.agents.enabled
+    counts |= {
+        teacher_service(name): teacher.replicas for name, teacher in config.teachers.items() if teacher.address is None
+    }
     counts |= {"gateway": int(config.gateway.enabled), "agents": agents * config.launcher.agents_replicas}
     return [
         service_spec(config, folder, environment, service, index)
@@ -81,7 +89,9 @@ def service_spec(
         ranks = str(config.launcher.trainer_processes)
         interpreter += ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", ranks]
         interpreter += ["--no-python", sys.executable, "-u", "-P"]
-    command = [*interpreter, "-m", "rollmesh.cli.main", service, str(folder.config_file)]
+    teacher = next((name for name in config.teachers if teacher_service(name) == service), None)
+    called = [service, str(folder.config_file)] if teacher is None else ["teacher", str(folder.config_file), teacher]
+    command = [*interpreter, "-m", "rollmesh.cli.main", *called]
     command += ["--index", str(index), "--supervised-by", str(os.getpid())]
     final_errors = {"ConfigError", "DataError"}
     if service == "trainer":

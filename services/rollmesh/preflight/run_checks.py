@@ -8,6 +8,7 @@ from pathlib import Path
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.config.rollout import RewardConfig
+from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError
 from rollmesh.generator.engines import ENGINES
 from rollmesh.preflight.advice import Estimate, estimate, run_hints
@@ -17,6 +18,7 @@ from rollmesh.preflight.trial import runs_in_a_process, try_inputs, try_inputs_i
 from rollmesh.scheduling import Schedule
 from rollmesh.tasks.environments.environment_protocol import BUILT_IN as ENVIRONMENTS
 from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN as VERIFIERS
+from rollmesh.teacher.teacher_model import read_teacher_model
 
 MOST_TRAIN_STEPS = 10**9
 """Largest number of train steps; a second each would take 30 years."""
@@ -61,6 +63,9 @@ def check_run(config: RunConfig, *, tries_inputs: bool = True, asks_redis: bool 
     memory = model.memory()
     if local:
         check_machine(config, memory)
+        for name, teacher in config.teachers.items():
+            if teacher.address is None:
+                read_teacher_model(config, name)
         ENGINES[config.generator.engine].check_machine(config)
     if config.rollout.program == "environment":
         _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")
@@ -80,7 +85,8 @@ def check_run(config: RunConfig, *, tries_inputs: bool = True, asks_redis: bool 
 
 def check_service(config: RunConfig, service: str) -> None:
     """Check what one service needs of a run file, before it starts. Raises ConfigError."""
-    if config.store.url is None and service != "reward":  # which does not use the store
+    stateless = service == "reward" or service.startswith(teacher_service(""))
+    if config.store.url is None and not stateless:
         raise ConfigError(
             f"store.url is null, so that the Redis of this run belongs to rollmesh up, which starts every service; a "
             f"{service} beside it needs a Redis for all of them: store.url=redis://HOST:PORT. rollmesh status shows a "

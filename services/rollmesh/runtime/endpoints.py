@@ -49,7 +49,9 @@ def published_endpoint(run_folder: Path, endpoint: Endpoint, run: str = "") -> I
     """
     name = f"{endpoint.service}-{endpoint.index}.json"
     file, target = run_folder / "services" / name, run_folder / "scrape" / name
-    labels = {"run": run or run_folder.name, "service": endpoint.service, "index": str(endpoint.index)}
+    service, _, teacher = endpoint.service.partition("-")
+    index = f"{teacher}-{endpoint.index}" if teacher else str(endpoint.index)
+    labels = {"run": run or run_folder.name, "service": service, "index": index}
     _write(file, asdict(endpoint))
     _write(target, [{"targets": [endpoint.admin], "labels": labels}])
     try:

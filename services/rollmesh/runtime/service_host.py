@@ -59,9 +59,14 @@ class ServiceHost:
 
 
 @asynccontextmanager
-async def service_host(config: RunConfig, service: str, index: int) -> AsyncIterator[ServiceHost]:
-    """Open the admin port of a service process; ConfigError for an invalid address or certificate."""
-    metrics, health, security = Metrics(service), Health(), PortSecurity.from_config(config.security)
+async def service_host(
+    config: RunConfig, service: str, index: int, component: str | None = None
+) -> AsyncIterator[ServiceHost]:
+    """Open the admin port of a service process; ConfigError for an invalid address or certificate.
+
+    ``component`` is the part of its metrics' names, by default the service.
+    """
+    metrics, health, security = Metrics(component or service), Health(), PortSecurity.from_config(config.security)
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(
             admin_server(metrics, health, bind_host(config), config.network.admin_port, security)

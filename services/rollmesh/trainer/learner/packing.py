@@ -62,11 +62,16 @@ def pack_sequences(
     device: torch.device,
     kept_sets: Sequence[KeptSets | None] | None = None,
     least_saved: int | None = None,
+    unscored: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Concatenate token ids; every token but the first of each sequence is scored, over its kept set if it has one."""
+    """Concatenate token ids; every token but the first of each sequence is scored, over its kept set if it has one.
+
+    ``unscored`` are the numbers of tokens at the start of each sequence that are not scored; 1 by default.
+    """
     starts = accumulate((len(ids) for ids in sequences), initial=0)
-    pieces = [(ids, np.arange(1, len(ids)), start) for ids, start in zip(sequences, starts, strict=False)]
-    scored = sum(len(ids) - 1 for ids in sequences)
+    skipped = unscored or [1] * len(sequences)
+    pieces = [(ids, np.arange(n, len(ids)), start) for ids, n, start in zip(sequences, skipped, starts, strict=False)]
+    scored = sum(len(positions) for _, positions, _ in pieces)
     temperatures = None if temperature == 1 else np.full(scored, temperature, np.float32)
     sets = join_sets((len(ids), each) for ids, each in zip(sequences, kept_sets or (), strict=False))
     return _assemble(pieces, temperatures, sets, device, least_saved)

@@ -36,7 +36,7 @@ from rollmesh.trainer.learner.packing_check import (
     output_head,
     own_logits,
 )
-from rollmesh.trainer.learner.token_scores import score_tokens
+from rollmesh.trainer.learner.token_scores import OwnLogits, score_tokens, score_top_tokens
 
 
 class PolicyModel(nn.Module):
@@ -90,14 +90,22 @@ class PolicyModel(nn.Module):
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probability and entropy of ``targets``, predicted at ``rows``; see ``MicroBatch``."""
+        hidden = self._hidden(input_ids, position_ids, layout)[rows]
+        head: Any = output_head(self.causal_lm)
+        columns = (targets, temperatures, kept)
+        return score_tokens(hidden, head.weight, head.bias, *columns, entropy=entropy, own_logits=self._own_logits)
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout) -> Tensor:
+        """Return the last hidden states of a packed row, [tokens, width]."""
         if self.limit is not None and (tokens := layout.longest) > self.limit.tokens:
             raise self.limit.error("sequence tokens", tokens)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "layout": layout}
-        hidden = base_model(self.causal_lm)(**inputs).last_hidden_state[0][rows]
-        head: Any = output_head(self.causal_lm)
-        own = None if self.linear_head else partial(own_logits, self.causal_lm)
-        columns = (targets, temperatures, kept)
-        return score_tokens(hidden, head.weight, head.bias, *columns, entropy=entropy, own_logits=own)
+        hidden: Tensor = base_model(self.causal_lm)(**inputs).last_hidden_state[0]
+        return hidden
+
+    @property
+    def _own_logits(self) -> OwnLogits | None:
+        return None if self.linear_head else partial(own_logits, self.causal_lm)
 
     def score(self, micro: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Run ``forward`` on a micro-batch: (logprobs [scored], entropy [scored])."""
@@ -105,6 +113,14 @@ class PolicyModel(nn.Module):
         scored = (micro.rows, micro.targets, micro.temperatures, micro.kept)
         scores: tuple[Tensor, Tensor] = self(*packed, *scored, entropy)
         return scores
+
+    @torch.no_grad()
+    def score_top(self, micro: MicroBatch, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Score a micro-batch of a model in one process: see ``score_top_tokens``."""
+        hidden = self._hidden(micro.input_ids, micro.position_ids, micro.layout)[micro.rows]
+        head: Any = output_head(self.causal_lm)
+        columns = (micro.targets, micro.temperatures, top_k)
+        return score_top_tokens(hidden, head.weight, head.bias, *columns, own_logits=self._own_logits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,15 +18,21 @@ from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.checkpoints.states import load_weights
 from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.adapter_layers import merge_adapter
+from rollmesh.trainer.learner.bins import prefix_bins
 from rollmesh.trainer.learner.distributed import World, pick_device
 from rollmesh.trainer.learner.forward_backward import Compute, score_in_model_dtype
+from rollmesh.trainer.learner.packing import pack_sequences
 from rollmesh.trainer.learner.policy_files import write_policy_folder
 from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel, load_policy_model
-from rollmesh.types import Float64Array, FloatArray, Int32Array, KeptSets
+from rollmesh.types import Float32Array, Float64Array, FloatArray, Int32Array, KeptSets
 
 _RESOLUTION_DRAWS = 6
 _TOKENS_PER_MICROBATCH = 4096
 _FLOAT32_ULP = 2.0**-23
+
+
+ResponseScores = tuple[Float32Array, Int32Array, Float32Array]
+"""Log-probabilities [tokens] of a response, and the most likely tokens [tokens, top_k] with theirs."""
 
 
 class PolicyScorer:
@@ -74,6 +80,30 @@ class PolicyScorer:
         """
         with self._float64 or nullcontext():
             return score_in_model_dtype(self._model, self._compute, sequences, temperature, kept_sets)
+
+    def share_prefixes(self, longest: int) -> None:
+        """Compute once what sequences of up to ``longest`` tokens have in common, if the model's results allow it."""
+        self._compute = self._compute.sharing(self._model, "auto", longest)
+
+    def passes(self, sequences: Sequence[Int32Array]) -> list[list[int]]:
+        """Divide sequences into the passes of ``response_scores``; those that begin alike stay together."""
+        return prefix_bins(sequences, self._compute.token_budget, least_saved=self._compute.least_saved)
+
+    def response_scores(
+        self, sequences: Sequence[Int32Array], prompt_token_counts: Sequence[int], temperature: float, top_k: int
+    ) -> list[ResponseScores]:
+        """Score the tokens after each prompt in one pass, with the ``top_k`` most likely tokens at each."""
+        micro = pack_sequences(
+            sequences,
+            temperature,
+            self._compute.device,
+            least_saved=self._compute.least_saved,
+            unscored=prompt_token_counts,
+        )
+        logprobs, top_ids, top_logprobs = (values.cpu().numpy() for values in self._model.score_top(micro, top_k))
+        columns = (logprobs, top_ids.astype(np.int32), top_logprobs)
+        ends = np.cumsum([len(ids) - count for ids, count in zip(sequences, prompt_token_counts, strict=True)])[:-1]
+        return list(zip(*(np.split(values, ends) for values in columns), strict=True))
 
     def resolution(
         self,

@@ -49,6 +49,40 @@ def score_tokens(
     return scores
 
 
+@torch.no_grad()
+def score_top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperatures: Tensor | None,
+    top_k: int,
+    *,
+    own_logits: OwnLogits | None = None,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``log_softmax(z / T)`` of the target and of the ``top_k`` most likely tokens, without a gradient.
+
+    Arguments as of ``score_tokens``. Returns (logprobs [tokens], top ids int64 [tokens, top_k], their logprobs
+    [tokens, top_k]), the most likely token first.
+    """
+    options = _Options(entropy=False, own_logits=own_logits, chunk_logits=chunk_logits)
+    head, columns = (
+        _Head(weight, bias, weight.dtype, options, len(hidden)),
+        _Columns(targets=targets, temperatures=temperatures, kept=None),
+    )
+    logprobs = hidden.new_empty(len(hidden), dtype=_full(weight.dtype))
+    top_logprobs = logprobs.new_empty((len(hidden), top_k))
+    top_ids = targets.new_empty((len(hidden), top_k))
+    for part in head.parts:
+        scaled = columns[part].restrict_(head.logits(hidden[part]))
+        torch.log_softmax(scaled, -1, out=scaled)
+        logprobs[part] = scaled.gather(-1, columns.targets[part, None])[:, 0]
+        if top_k:
+            top_logprobs[part], top_ids[part] = scaled.topk(top_k)
+    return logprobs, top_ids, top_logprobs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     entropy: bool

@@ -1,0 +1,148 @@
+"""The model of a teacher: its folder, its digests, and the checks against the run that it teaches."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmesh.checkpoints.describe import read_json
+from rollmesh.checkpoints.durable import link_new, make_folder, sha256_of, write_new_file
+from rollmesh.checkpoints.manifest import MANIFEST_FILE
+from rollmesh.checkpoints.sealing import canonical
+from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
+from rollmesh.config.teachers import TeacherConfig
+from rollmesh.errors import CheckpointError, ConfigError, DataError
+from rollmesh.runtime.grpc import MAX_MESSAGE_BYTES
+from rollmesh.text import Tokenizer
+
+_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt"})
+_THREADS = 8
+_LOGPROB_BYTES, _TOP_BYTES = 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherModel:
+    """Model folder of a teacher that fits the run."""
+
+    folder: Path
+    vocab_size: int
+    vocabulary_digest: str
+    policy_vocab_size: int
+
+
+def teacher_of(config: RunConfig, name: str) -> TeacherConfig:
+    """Return a teacher of the run file. Raises ConfigError for an unknown name."""
+    if name not in config.teachers:
+        raise ConfigError(
+            f"teachers.{name}: the run file has no such teacher; it has {', '.join(config.teachers) or 'none'}"
+        )
+    return config.teachers[name]
+
+
+def read_teacher_model(config: RunConfig, name: str) -> TeacherModel:
+    """Read the model of a teacher without its weights and check that it can teach the policy of the run.
+
+    Raises ConfigError naming the field, the value and the remedy.
+    """
+    teacher, field = teacher_of(config, name), f"teachers.{name}.model"
+    if teacher.model is None:
+        raise ConfigError(f"{field} is missing: a process that serves this teacher needs its model folder")
+    folder = resolve_model(teacher.model, field)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{field}={teacher.model}: {folder} contains no *.safetensors; other formats are not supported"
+        )
+    try:
+        tokenizer, settings = Tokenizer(folder), read_json(folder / "config.json")
+        policy = Tokenizer(resolve_model(config.model.path))
+    except (CheckpointError, DataError) as error:
+        raise ConfigError(f"{field}={teacher.model}: {error}") from error
+    vocabulary, positions = tokenizer.vocabulary_digest, _positions(settings)
+    check_teacher(config, name, vocabulary, positions, policy.vocabulary_digest)
+    if teacher.top_k > min(tokenizer.vocab_size, policy.vocab_size):
+        raise ConfigError(
+            f"teachers.{name}.top_k={teacher.top_k}: more than the {min(tokenizer.vocab_size, policy.vocab_size)} "
+            "tokens of the vocabulary; lower it"
+        )
+    return TeacherModel(
+        folder=folder,
+        vocab_size=tokenizer.vocab_size,
+        vocabulary_digest=vocabulary,
+        policy_vocab_size=policy.vocab_size,
+    )
+
+
+def check_teacher(
+    config: RunConfig, name: str, vocabulary_digest: str, context_token_count: float, policy_vocabulary_digest: str
+) -> None:
+    """Raise ConfigError for a teacher of another vocabulary or with a shorter context than the run."""
+    place = _place(config, name)
+    if vocabulary_digest != policy_vocabulary_digest:
+        raise ConfigError(
+            f"{place}: another tokenizer than that of model.path={config.model.path} (vocabulary digests "
+            f"{vocabulary_digest[:12]} and {policy_vocabulary_digest[:12]}), so that its log-probabilities are those "
+            "of other tokens; use a teacher of the policy's model family, or start from a model of the teacher's"
+        )
+    longest = config.generator.max_context_tokens
+    if context_token_count < longest:
+        raise ConfigError(
+            f"{place}: its context has {context_token_count} tokens, fewer than generator.max_context_tokens="
+            f"{longest}; lower that, or use a teacher with a longer context"
+        )
+    top_k = teacher_of(config, name).top_k
+    most = (MAX_MESSAGE_BYTES // longest - _LOGPROB_BYTES) // _TOP_BYTES
+    if top_k > most:
+        raise ConfigError(
+            f"teachers.{name}.top_k={top_k}: with generator.max_context_tokens={longest} the scores of a trajectory "
+            f"exceed a message of {MAX_MESSAGE_BYTES >> 20} MiB; set at most {most}"
+        )
+
+
+def manifest_digest(folder: Path) -> str:
+    """Return the sha256 (hex) of the names and contents of the weights, tokenizer and settings of a model folder."""
+    names = sorted(file.name for file in folder.iterdir() if file.suffix in _SUFFIXES and file.name != MANIFEST_FILE)
+    # A folder of the Hub's cache has links to its files.
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="digests") as pool:
+        digests = pool.map(sha256_of, [(folder / name).resolve() for name in names])
+        return hashlib.sha256(canonical(dict(zip(names, digests, strict=True)))).hexdigest()
+
+
+def keep_digest(config: RunConfig, name: str, digest: str) -> None:
+    """Record the digest of a teacher in the run folder at its first start; ConfigError if it was another one before.
+
+    Scores of two teachers are not comparable, so a run has one model behind each name.
+    """
+    file = Path(config.folder) / "teachers" / f"{name}.sha256"
+    if not file.exists():
+        make_folder(file.parent)
+        temporary = file.with_name(f".{name}.{secrets.token_hex(8)}")
+        write_new_file(temporary, digest.encode())
+        if not link_new(temporary, file) and not file.exists():  # no hard links here
+            temporary.replace(file)
+        temporary.unlink(missing_ok=True)
+    before = file.read_text(encoding="ascii")
+    if before != digest:
+        raise ConfigError(
+            f"{_place(config, name)}: its files have changed since this run began (digest {digest[:12]}, before "
+            f"{before[:12]}), and scores of two teachers are not comparable; restore them, or start a new run"
+        )
+
+
+def _place(config: RunConfig, name: str) -> str:
+    teacher = config.teachers[name]
+    field = "model" if teacher.address is None else "address"
+    return f"teachers.{name}.{field}={getattr(teacher, field)}"
+
+
+def _positions(settings: Mapping[str, Any]) -> float:
+    """Return the most tokens of a context of a model."""
+    inner = settings.get("text_config")
+    found = (inner if isinstance(inner, dict) else settings).get("max_position_embeddings")
+    return found if isinstance(found, int) else math.inf

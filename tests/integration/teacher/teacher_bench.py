@@ -1,0 +1,126 @@
+"""Runs with a teacher: its model, a running service, calls, and the scores that plain transformers gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rollmesh.config.load import validate_run_config
+from rollmesh.config.run import RunConfig
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.runtime.grpc import create_channel
+from rollmesh.teacher.main import serve
+from rollmesh.types import Float64Array, Int32Array
+from rollmesh.v1 import teacher_service_pb2 as pb
+from rollmesh.v1 import teacher_service_pb2_grpc as stubs
+from rollmesh.wire.codec import tensor_to_pb
+
+from ...kit.answers import byte_tokenizer
+from ...kit.models import write_model
+from ...kit.waiting import reached
+
+WAIT_SECONDS = 120.0
+CONTEXT, VOCAB = 96, 256
+TEACHER = "wise"
+
+
+def write_teacher(folder: Path, seed: int = 0, *, tokens: Sequence[str] = (), **settings: Any) -> Path:
+    """A random model with one token per byte, and ``tokens`` added to them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    write_model(folder, Qwen2Config(**sizes | settings), seed)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_config(folder: Path, temperature: float = 1.0, **teacher: Any) -> RunConfig:
+    """A run with a teacher; both models are made unless they are there."""
+    for name, seed in (("policy", 1), ("teacher", 2)):
+        if not (folder / name).is_dir():
+            write_teacher(folder / name, seed)
+    settings = {
+        "name": "teacher-test",
+        "folder": str(folder / "run"),
+        "model": {"path": str(folder / "policy")},
+        "data": {"max_prompt_tokens": 32, "source": {"type": "jsonl", "path": "unused"}},
+        "rollout": {"max_new_tokens": 32, "temperature": temperature},
+        "generator": {"max_context_tokens": CONTEXT, "device": "cpu"},
+        "teachers": {TEACHER: {"model": str(folder / "teacher"), "device": "cpu", **teacher}},
+    }
+    return validate_run_config(settings, "test")
+
+
+def service_task(config: RunConfig, shutdown: asyncio.Event) -> asyncio.Task[None]:
+    """The whole service in this process."""
+    return asyncio.create_task(serve(config, 0, shutdown, name=TEACHER))
+
+
+@asynccontextmanager
+async def running_service(config: RunConfig) -> AsyncIterator[Endpoint]:
+    """Run a teacher in this process until the block ends."""
+    shutdown = asyncio.Event()
+    task = service_task(config, shutdown)
+    try:
+        found = await reached(
+            lambda: read_endpoints(Path(config.folder), f"teacher-{TEACHER}"),
+            "the teacher",
+            WAIT_SECONDS,
+            check=lambda: task.done() and task.result(),
+        )
+        yield found[0]
+    finally:
+        shutdown.set()
+        await asyncio.wait_for(task, WAIT_SECONDS)
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[stubs.TeacherServiceStub]:
+    """A stub of the service at an address."""
+    async with create_channel(address) as channel:
+        yield stubs.TeacherServiceStub(channel)
+
+
+async def scored(
+    stub: stubs.TeacherServiceStub,
+    sequences: Sequence[tuple[Int32Array, int]],
+    temperature: float = 1.0,
+    top_k: int = 0,
+) -> list[pb.ScoreTokensResponse]:
+    """Score (ids, length of the prompt) in one call; the answers in the order of the request."""
+    items = [
+        pb.TokenScoreItem(trajectory_id=f"t{n}", token_ids=tensor_to_pb(ids), prompt_token_count=prompt)
+        for n, (ids, prompt) in enumerate(sequences)
+    ]
+    request = pb.ScoreTokensRequest(items=items, temperature=temperature, top_k=top_k)
+    answers = [answer async for answer in stub.Score(request, timeout=WAIT_SECONDS)]
+    assert sorted(a.item_index for a in answers) == list(range(len(items)))
+    return sorted(answers, key=lambda answer: answer.item_index)
+
+
+def random_sequences(count: int, seed: int = 0) -> list[tuple[Int32Array, int]]:
+    """Members of two groups, each with a long prompt in common, and one of a short prompt."""
+    draw = np.random.default_rng(seed)
+
+    def ids(length: int) -> Int32Array:
+        return draw.integers(0, VOCAB, length).astype(np.int32)
+
+    prompts = [ids(50), ids(40), ids(1)]
+    return [(np.concatenate([p := prompts[n % 3], ids(5 + n)]), len(p)) for n in range(count)]
+
+
+@torch.no_grad()
+def reference(folder: Path, ids: Int32Array, prompt: int, temperature: float) -> Float64Array:
+    """log_softmax(z/T) of the whole vocabulary at every response token by plain transformers, float64 of float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+    rows: Float64Array = torch.log_softmax(logits[prompt - 1 : -1].double() / temperature, -1).numpy()
+    return rows
