@@ -19,6 +19,7 @@ from rollmesh.types import (
     RewardOutcome,
     Segment,
     SegmentSource,
+    TeacherColumn,
     Trajectory,
 )
 
@@ -173,6 +174,27 @@ def with_kept_sets(batch: Batch, seed: int, *, full: float = 0.0) -> Batch:
 
     groups = [replace(g, trajectories=tuple(member(t) for t in g.trajectories)) for g in batch.groups]
     return replace(batch, groups=tuple(groups))
+
+
+def with_teacher(batch: Batch, seed: int, top_k: int = 0) -> Batch:
+    """The batch with a column of one random teacher for each response."""
+    rng = np.random.default_rng(seed)
+
+    def column(trajectory: Trajectory) -> TeacherColumn:
+        ids = trajectory.response_ids
+        logits = rng.normal(0, 2, (len(ids), VOCAB))
+        logprobs = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+        top = np.argsort(-logprobs, -1)[:, :top_k].astype(np.int32)
+        return TeacherColumn(
+            teacher="large",
+            manifest_digest="0" * 64,
+            logprobs=logprobs[np.arange(len(ids)), ids],
+            top_ids=top if top_k else None,
+            top_logprobs=np.take_along_axis(logprobs, top, -1) if top_k else None,
+        )
+
+    members = [[replace(t, teacher=column(t)) for t in g.trajectories] for g in batch.groups]
+    return batch_of(*members, train_step=batch.train_step)
 
 
 def sets_of(lists: list[list[int]]) -> KeptSets:

@@ -133,6 +133,12 @@ PAGE = Page(
                 least=None,
             ),
             curve(
+                "KL to the teachers",
+                "Reverse KL per token of the policy in nats, which distillation lowers.",
+                gauge("rollmesh_trainer_reverse_kl_nats", word="reverse"),
+                least=None,
+            ),
+            curve(
                 "Gap between engine and trainer",
                 "Mean difference of log-probabilities in nats: on tokens of the current version, where only rounding "
                 "should differ, and on tokens that attended to another version's cache.",

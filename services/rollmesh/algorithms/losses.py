@@ -46,7 +46,7 @@ class LossInput:
     behavior_logprobs: Tensor
     """Log-probabilities of the policy that sampled the token."""
     advantages: Tensor
-    """Advantage of the trajectory, repeated for each of its tokens."""
+    """Advantage of the token: that of its trajectory, turn or session, and what a teacher adds to it."""
     mask: Tensor
     """bool, True for a token in the numerator of the loss."""
     sequence_index: Tensor

@@ -28,7 +28,7 @@ class MaskInput:
     entropy: Tensor | None
     """Entropy of the same policy in nats; None if no mask needs it."""
     advantages: Tensor
-    """Advantage of the token's trajectory, or of its turn or session (``trainer.algorithm.credit``)."""
+    """Advantage of the token: that of its trajectory, turn or session, and what a teacher adds to it."""
     solved: Tensor
     """bool, True for the tokens of a trajectory with a positive outcome."""
     mask: Tensor

@@ -93,6 +93,9 @@ class TbaOptions(Section):
     """Weight of the KL to the reference version."""
 
 
+NO_REWARD = AdvantageMethod("0 for every trajectory", compares="none", uses_equal_rewards=True, ignores_shaping=True)
+"""Row where the reward takes no part (``trainer.algorithm.teacher``)."""
+
 _EQUAL_REWARDS = {"schedule.filter_zero_variance": False}
 
 ADVANTAGES = Point(

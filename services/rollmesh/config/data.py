@@ -195,6 +195,13 @@ class DataConfig(Section):
         return self
 
     @property
+    def domains(self) -> tuple[str, ...] | None:
+        """Domains of the training prompts, one empty name without domains; None where the rows name them."""
+        if isinstance(self.source, MixtureSource):
+            return tuple(part.name for part in self.source.parts)
+        return None if self.domain_field is not None else ("",)
+
+    @property
     def sources(self) -> dict[str, SingleSourceConfig]:
         """Configured sources by their field, the parts of a mixture one by one."""
         found: dict[str, SingleSourceConfig] = {}

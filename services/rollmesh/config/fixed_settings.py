@@ -40,7 +40,7 @@ FIXED: Mapping[str, str] = {
     ),
     "it defines a train step, and steps replayed after a crash must be identical": (
         "trainer.lr_schedule trainer.warmup_steps trainer.weight_decay trainer.betas trainer.optimizer "
-        "trainer.max_grad_norm trainer.minibatches trainer.algorithm.credit "
+        "trainer.max_grad_norm trainer.minibatches trainer.algorithm.credit trainer.algorithm.teacher "
         "trainer.algorithm.advantage trainer.algorithm.loss "
         "trainer.algorithm.old_logprobs trainer.algorithm.update_scale trainer.algorithm.update_scale_options "
         "trainer.algorithm.skip_zero_advantage trainer.algorithm.advantage_options trainer.algorithm.loss_options "

@@ -29,7 +29,7 @@ from rollmesh.config.services import (
     TelemetryConfig,
 )
 from rollmesh.config.store import CheckpointConfig, StoreConfig
-from rollmesh.config.teachers import TeacherConfig, TeacherName
+from rollmesh.config.teachers import TeacherConfig, TeacherName, teacher_problems
 from rollmesh.config.trainer import DUAL_CLIP, TrainerConfig
 
 
@@ -98,11 +98,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _the_sections_fit_together(self) -> Self:
         problems = chain(
+            _teacher_problems(self),
             _algorithm_problems(self),
             _sampler_problems(self),
             _size_problems(self),
             _adapter_problems(self),
-            _teacher_problems(self),
         )
         if (problem := next(problems, None)) is not None:
             raise ValueError(problem)
@@ -110,16 +110,32 @@ class RunConfig(Section):
 
 
 def _teacher_problems(config: RunConfig) -> Iterator[str]:
-    owners: dict[str, str] = {}
-    for name, teacher in config.teachers.items():
-        for domain in teacher.domains or ("",):
-            if (other := owners.setdefault(domain, name)) != name:
-                scope = f"domain {domain}" if domain else "the prompts of no other teacher"
-                yield f"teachers.{name}.domains: {scope} is of teachers.{other}; give every teacher domains of its own"
+    yield from teacher_problems(config.teachers, config.data.domains)
     if config.teachers and (config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p):
         yield "teachers: score the full distribution; leave out rollout.top_p, rollout.top_k and rollout.min_p"
     if config.teachers and config.rollout.temperature == 0:
         yield "rollout.temperature=0: a greedy policy has no log-probabilities to compare with those of a teacher"
+    algorithm = config.trainer.algorithm
+    if config.teachers and algorithm.teacher is None:
+        yield "teachers: the policy would learn nothing from their scores; set trainer.algorithm.teacher"
+    if algorithm.teacher is not None and not config.teachers:
+        yield "trainer.algorithm.teacher: there is no teacher to learn from; set teachers, or leave it out"
+    if algorithm.rewarded:
+        return
+    # The defaults are allowed, because the resolved run file of every run contains them.
+    unread = {
+        "trainer.algorithm.advantage": (algorithm.advantage, "grpo"),
+        "trainer.algorithm.credit": (algorithm.credit, "trajectory"),
+        "schedule.filter_zero_variance": (config.schedule.filter_zero_variance, False),
+        "reward.overlong_buffer_tokens": (config.reward.overlong_buffer_tokens, 0),
+        "curriculum.group_shaper": (config.curriculum.group_shaper, "none"),
+    }
+    for field, (value, default) in unread.items():
+        if value != default:
+            yield (
+                f"{field}={str(value).lower()}: the reward takes no part in the advantage, so the policy cannot learn "
+                f"from it; leave {field} out, or set trainer.algorithm.teacher.with_reward=true"
+            )
 
 
 def _adapter_problems(config: RunConfig) -> Iterator[str]:

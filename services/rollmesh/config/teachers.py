@@ -1,7 +1,8 @@
-"""Teachers: frozen models that score the tokens of finished trajectories."""
+"""Teachers: frozen models that score the tokens of finished trajectories, and what the policy learns from them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -52,4 +53,41 @@ class TeacherConfig(Section):
     def _it_has_weights(self) -> Self:
         if self.model is None and self.address is None:
             raise ValueError("model: set the folder of the teacher's model, or the address of its services")
+        return self
+
+
+def teacher_problems(teachers: Mapping[str, TeacherConfig], domains: Collection[str] | None) -> Iterator[str]:
+    """Yield what keeps the prompts of these domains, None where only the rows name them, from having one teacher."""
+    owners: dict[str, str] = {}
+    for name, teacher in teachers.items():
+        for domain in teacher.domains or ("",):
+            if (other := owners.setdefault(domain, name)) != name:
+                scope = f"domain {domain}" if domain else "the prompts of no other teacher"
+                yield f"teachers.{name}.domains: {scope} is of teachers.{other}; give every teacher domains of its own"
+    if domains is None or not teachers:
+        return
+    for domain in sorted(owners.keys() - {"", *domains}):
+        known = f"its domains are {', '.join(domains)}" if any(domains) else "its prompts have none"
+        yield f"teachers.{owners[domain]}.domains: data has no domain {domain}; {known}"
+    if "" not in owners and (missing := [domain for domain in domains if domain not in owners]):
+        yield (
+            f"teachers: none has the prompts of {f'domain {missing[0]}' if missing[0] else 'no domain'}; name it in "
+            "the domains of one, or leave out the domains of one"
+        )
+
+
+class TeacherObjective(Section):
+    """What the policy learns from the scores of the teachers (docs/methods.md: Teachers)."""
+
+    reverse_kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of log pi_teacher - log pi_behaviour of a token in its advantage; 0 is off."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """Discount per token of the policy at which a token has those of the later tokens too; 0 for its own only."""
+    with_reward: bool = False
+    """Add it to the advantage of the reward; false leaves the reward to the reports."""
+
+    @model_validator(mode="after")
+    def _it_teaches_something(self) -> Self:
+        if not self.reverse_kl_coefficient:
+            raise ValueError("reverse_kl_coefficient=0: the teachers would teach nothing; set it above 0")
         return self

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmesh.config.advantage_methods import ADVANTAGES, AdvantageMethod
+from rollmesh.config.advantage_methods import ADVANTAGES, NO_REWARD, AdvantageMethod
 from rollmesh.config.loss_methods import LOSSES, MASKS, LossMethod, MaskConfig
 from rollmesh.config.methods import Point, listed
 from rollmesh.config.old_logprob_methods import (
@@ -21,6 +21,7 @@ from rollmesh.config.old_logprob_methods import (
 )
 from rollmesh.config.optimization import OptimizationConfig
 from rollmesh.config.section import Section
+from rollmesh.config.teachers import TeacherObjective
 
 TRAINER_POINTS: Mapping[str, Point[Any]] = {
     "advantage": ADVANTAGES,
@@ -71,6 +72,8 @@ class AlgorithmConfig(Section):
         "shared: a session of an agent with all sessions of its sub-agents. turn and shared need an advantage "
         f"of returns alone: {listed(ADVANTAGES.names(of_returns=True), 'or')}, or your code.",
     )
+    teacher: TeacherObjective | None = None
+    """What the policy learns from the scores of ``teachers``; null without teachers."""
     loss: str = Field(
         default="ppo_clip",
         json_schema_extra={"examples": [*LOSSES.methods, "module:function"]},
@@ -141,9 +144,14 @@ class AlgorithmConfig(Section):
         return self
 
     @property
+    def rewarded(self) -> bool:
+        """True if the reward takes part in the advantage."""
+        return self.teacher is None or self.teacher.with_reward
+
+    @property
     def advantage_method(self) -> AdvantageMethod:
-        """Row of the advantage."""
-        return ADVANTAGES[self.advantage]
+        """Row of the advantage, which reads no reward if the policy learns from teachers alone."""
+        return ADVANTAGES[self.advantage] if self.rewarded else NO_REWARD
 
     @property
     def loss_method(self) -> LossMethod:

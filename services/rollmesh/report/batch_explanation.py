@@ -42,6 +42,7 @@ _REASON_STYLES: Mapping[str, str] = {
     **dict.fromkeys((*MASKS.methods, OWN_MASK), "yellow"),
 }
 _FALLBACK_MARK = "~"
+_OF_TEACHER = ("advantage", "teacher")
 _NOT_AS_TRAINED: Mapping[str, str] = {
     "stage_not_recorded": (
         "the logprobs that the trainer recorded at the end of their stages are not kept, so old, ratio, weight and "
@@ -179,11 +180,11 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
     outcome, reward = trajectory.outcome, "unscored"
     if outcome is not None:
         reward = outcome.kind.value if outcome.verdict is None else f"reward {outcome.verdict:g}"
-    # With credit by turn a trajectory has several.
-    found = dict.fromkeys(f"{t.advantage:.3f}" for t in explained.tokens if t.policy_version is not None)
-    title = (
-        f"{trajectory.trajectory_id}: {reward}, shaped {trajectory.shaped_reward:g}, advantage {', '.join(found) or 0}"
-    )
+    title = f"{trajectory.trajectory_id}: {reward}, shaped {trajectory.shaped_reward:g}"
+    if not (taught := any(token.teacher_logprob is not None for token in explained.tokens)):
+        # With credit by turn a trajectory has several; with a teacher every token its own, which stands beside it.
+        found = dict.fromkeys(f"{t.advantage:.3f}" for t in explained.tokens if t.policy_version is not None)
+        title += f", advantage {', '.join(found) or 0}"
     if trajectory.prompt.domain:
         title += f", domain {trajectory.prompt.domain}"
     if trajectory.cut_token_count:
@@ -194,7 +195,7 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
     table = Table(box=None, padding=(0, 1))
     table.add_column("#", justify="right")
     table.add_column("token")
-    for name in ("version", "stale", "behavior", "old", "now", "ratio", "weight"):
+    for name in ("version", "stale", *(_OF_TEACHER if taught else ()), "behavior", "old", "now", "ratio", "weight"):
         table.add_column(name, justify="right")
     table.add_column("result")
     for token, text in zip(explained.tokens, explained.texts, strict=True):
@@ -208,13 +209,14 @@ def _row(token: TokenExplanation, text: str) -> list[Any]:
     from rich.text import Text
 
     shown = Text(text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text)
+    teacher = () if token.teacher_logprob is None else (f"{token.advantage:.3f}", f"{token.teacher_logprob:.3f}")
     if token.policy_version is None:
-        return [str(token.position), shown, "-", "", "", "", "", "", "", token.reason]
+        return [str(token.position), shown, "-", *[""] * (6 + len(teacher)), token.reason]
     version = str(token.policy_version) + ("" if token.pure else "*")
     old = f"{token.old_logprob:.3f}" + (_FALLBACK_MARK if token.old_logprob_fallback else "")
     behavior, *numbers = (f"{n:.3f}" for n in (token.behavior_logprob, token.logprob, token.ratio, token.weight))
     reason = token.reason if token.pure else f"{token.reason} (*cache of another version)"
-    return [str(token.position), shown, version, str(token.staleness), behavior, old, *numbers, reason]
+    return [str(token.position), shown, version, str(token.staleness), *teacher, behavior, old, *numbers, reason]
 
 
 def _notes(config: TrainerConfig, fallbacks: Mapping[str, int], train_step: int) -> Iterator[str]:

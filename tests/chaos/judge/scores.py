@@ -73,7 +73,8 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
 
     The distance is a share of the update. None unless the settings are GRPO with or without the division by the
     standard deviation, clipped PPO over the sampler's log-probabilities, token mean and one minibatch, without masks
-    but that of old tokens; None for an adapter, and for a batch whose tokens are all too old for the loss.
+    but that of old tokens, and without teachers; None for an adapter, and for a batch whose tokens are all too old for
+    the loss.
     """
     if (published / _ADAPTER_FILE).exists():
         return None
@@ -82,7 +83,7 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
     algorithm = recipe.get("algorithm", {})
     known = {"loss": "ppo_clip", "old_logprobs": "sampler", "aggregation": "token_mean"}
     plain = recipe.get("minibatches") == 1 and algorithm.get("advantage") in ("grpo", "dr_grpo")
-    others = any(algorithm.get(key) for key in ("kl_coefficient", "masks"))
+    others = any(algorithm.get(key) for key in ("kl_coefficient", "masks", "teacher"))
     if not plain or others or any(algorithm.get(k) != v for k, v in known.items()):
         return None
     (file,) = state.record["files"]

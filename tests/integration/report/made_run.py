@@ -138,6 +138,7 @@ def _batch_stats(
         trajectory_staleness=spread,
         response_length_mean=length,
         response_length_deciles=tuple(length * x for x in (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1.2, 1.6, 2.4, 4.0)),
+        reverse_kl=0.3,
     )
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rollmesh.config.teachers import TeacherObjective
 from rollmesh.errors import DataError
 from rollmesh.report.batch_explanation import explain_batch, explained_batch
 
 from ...kit.checkpoint_samples import step_settings
+from ...kit.made_batches import with_teacher
 
 
 def printed(folder: Any, step: int, **options: Any) -> str:
@@ -90,6 +92,18 @@ def test_a_step_between_others_whose_batch_file_is_gone_is_not_offered(audited: 
     batch.unlink()
     with pytest.raises(DataError, match=r"train step 3: no batch file \(the steps 1, 2, 4, 5, 6 have one\)"):
         explained_batch(audited.folder, 3)
+
+
+def test_what_a_teacher_teaches_stands_beside_every_token(audited: Any) -> None:
+    objective = TeacherObjective(reverse_kl_coefficient=2.0)
+    audited.replace_batch(4, lambda batch: with_teacher(batch, 0), step_settings(teacher=objective))
+    (explained,) = explained_batch(audited.folder, 4, trajectory_id="e0-6.1").trajectories
+    header, *rows = printed(audited.folder, 4, trajectory_id="e0-6.1").splitlines()[3:]
+    assert header.split()[:7] == ["#", "token", "version", "stale", "advantage", "teacher", "behavior"]
+    for token, row in zip(explained.tokens, rows, strict=True):
+        assert token.teacher_logprob is not None
+        assert token.advantage == pytest.approx(2 * (token.teacher_logprob - token.behavior_logprob), abs=1e-5)
+        assert row.split()[4:6] == [f"{token.advantage:.3f}", f"{token.teacher_logprob:.3f}"]
 
 
 def test_old_logprobs_that_the_training_had_and_explain_has_not_are_counted_and_named(audited: Any) -> None:

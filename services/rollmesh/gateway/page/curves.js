@@ -34,6 +34,7 @@ const FIRST_CHOICE = "goodput";
 const LABELS = {
   goodput: "goodput (trained / generated tokens)",
   kl_behavior: "KL(behavior || policy)",
+  reverse_kl: "KL(behavior || teacher)",
   logprob_gap: "logprob gap",
   trainer_wait: "trainer wait",
   seconds_gradient: "gradient",

@@ -106,6 +106,10 @@ def bind_advantage(algorithm: AlgorithmConfig) -> BoundAdvantage:
 
     A user's function declares the columns that it needs: ``function.needs_policy = True``, ``needs_reference``.
     """
+    if not algorithm.rewarded:
+        return BoundAdvantage(
+            compute=lambda data: torch.zeros_like(data.rewards), needs_policy=False, needs_reference=False
+        )
     function = ADVANTAGES.bind(algorithm.advantage, algorithm.advantage_options, _problem_of_advantage)
     if not isinstance(function, OwnFunction):
         row = algorithm.advantage_method

@@ -14,8 +14,9 @@ from pydantic import TypeAdapter
 
 from rollmesh.algorithms.losses import ClipReason
 from rollmesh.algorithms.ratios import k1, k3
+from rollmesh.trainer.learner.teacher_scores import TeacherScores
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
-from rollmesh.types import BoolArray
+from rollmesh.types import BoolArray, Float32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ class BatchStats:
     response_length_mean: float
     response_length_deciles: tuple[float, ...]
     """Minimum, the nine deciles, maximum."""
+    reverse_kl: float | None
+    """k1 KL(behavior || teacher) per token in the loss, which distillation lowers; None without a teacher's column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +206,7 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
             name: float(batch.rewards[domains == name].mean()) for name in sorted({*domains.tolist()} - {""})
         },
         outcome_mean=float(verdicts.mean()) if len(verdicts) else math.nan,
-        advantage_abs_mean=float(np.abs(batch.advantages).mean()),
+        advantage_abs_mean=_advantage_abs_mean(batch),
         all_right_groups=right,
         all_wrong_groups=wrong,
         truncated_share=float(batch.truncated.mean()),
@@ -214,7 +217,20 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         trajectory_staleness=_spread(batch.loss_staleness()[in_loss]),
         response_length_mean=float(lengths.mean()),
         response_length_deciles=tuple(float(x) for x in np.quantile(lengths, np.linspace(0, 1, 11))),
+        reverse_kl=None if batch.teacher is None else _reverse_kl(batch.behavior_logprobs, batch.teacher, mask),
     )
+
+
+def _advantage_abs_mean(batch: TrainBatch) -> float:
+    """Average over the units, or with a teacher, which gives every token its own, over the tokens of the policy."""
+    if batch.teacher is None:
+        return float(np.abs(batch.advantages).mean())
+    return _mean(np.abs(batch.token_advantages[batch.policy_mask]))
+
+
+def _reverse_kl(behavior: Float32Array, teacher: TeacherScores, mask: BoolArray) -> float:
+    sampler, scores = (torch.from_numpy(each[mask]).double() for each in (behavior, teacher.logprobs))
+    return _mean(k1(sampler, scores).numpy())
 
 
 def policy_stats(

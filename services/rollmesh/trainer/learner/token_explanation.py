@@ -29,6 +29,8 @@ class TokenExplanation:
     """Train steps."""
     pure: bool
     behavior_logprob: float
+    teacher_logprob: float | None
+    """None unless the step reads the columns of teachers."""
     old_logprob: float
     old_logprob_fallback: str
     """Reason that ``old_logprob`` is the sampler's instead of the configured source's; empty if it is the source's."""
@@ -65,10 +67,11 @@ def explain_tokens(
     masked_by = np.full(len(batch.token_ids), "", object)
     for mask, tokens in batch.masked_by.items():
         masked_by[tokens] = mask
+    advantages, teacher = batch.token_advantages, batch.teacher
     for t in np.flatnonzero(positions >= 0):
         s = batch.sequence_index[t]
         written, trained = bool(batch.policy_mask[t]), bool(batch.loss_mask[t])
-        advantage = float(batch.advantages[batch.unit_index[t]])
+        advantage = float(advantages[t])
         judged_as = "zero_advantage" if advantage == 0 else _CLIP_WORDS[clip[t]]
         yield TokenExplanation(
             trajectory_id=batch.trajectory_ids[s],
@@ -78,6 +81,7 @@ def explain_tokens(
             staleness=int(batch.staleness[t]),
             pure=bool(batch.pure[t]),
             behavior_logprob=float(batch.behavior_logprobs[t]),
+            teacher_logprob=None if teacher is None else float(teacher.logprobs[t]),
             old_logprob=float(old_logprobs[t]) if written else 0.0,
             old_logprob_fallback=str(fallback[t]),
             logprob=float(logprobs[t]) if written else 0.0,

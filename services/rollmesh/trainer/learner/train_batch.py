@@ -15,6 +15,7 @@ from rollmesh.algorithms.advantages import Advantage, TrajectoryColumns
 from rollmesh.errors import DataError
 from rollmesh.kept_sets import check_sets, choose_sets, join_sets, trajectory_sets
 from rollmesh.trainer.learner.credit import units_of
+from rollmesh.trainer.learner.teacher_scores import TeacherScores, teacher_scores
 from rollmesh.types import Batch, BoolArray, FinishReason, Float32Array, Int32Array, KeptSets, SegmentSource, Trajectory
 
 Int64Array = npt.NDArray[np.int64]
@@ -76,6 +77,7 @@ class TrainBatch(TokenBatch):
     pure: BoolArray  # [tokens], one version's weights and cache sampled it
     passed: BoolArray  # [trajectories], in the forward and backward passes
     unscored: Int64Array  # [groups], trajectories dropped because they have neither a verifier's nor an assigned reward
+    teacher: TeacherScores | None  # None unless the step reads the columns of teachers
 
     def subset(self, chosen: BoolArray) -> TrainBatch:
         """Return the batch of the ``chosen`` trajectories, bool [trajectories]; itself if that is all of them."""
@@ -93,6 +95,7 @@ class TrainBatch(TokenBatch):
             sequence_index=np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
             masked_by={mask: column[inside] for mask, column in self.masked_by.items()},
             kept_sets=choose_sets(self.kept_sets, inside),
+            teacher=self.teacher and self.teacher.choose(inside),
             returns=self.returns[units],
             advantages=self.advantages[units],
             unscored=np.where(np.isin(np.arange(self.group_count), self.group_index[rows]), self.unscored, 0),
@@ -109,6 +112,12 @@ class TrainBatch(TokenBatch):
     def response_lengths(self) -> Int64Array:
         """Number of tokens after the prompt, [trajectories]."""
         return self.lengths - self.prompt_lengths
+
+    @property
+    def token_advantages(self) -> Float64Array:
+        """Advantage of each token: that of its unit, and what a teacher adds to it; [tokens]."""
+        of_units: Float64Array = self.advantages[self.unit_index]
+        return of_units if self.teacher is None else of_units + self.teacher.advantages
 
     @property
     def passed_mask(self) -> BoolArray:
@@ -129,14 +138,16 @@ def build_train_batch(
     *,
     credit: str = "trajectory",
     max_token_staleness: int | None = None,
+    with_teacher: bool = False,
 ) -> TrainBatch:
     """Flatten a batch, compute its advantages and mark the tokens that are trained on.
 
     ``train_step_of_version`` maps every policy version that wrote tokens to its train step. Advantages compare the
     members that have a reward, including ``reward.fixed_value``; members without one are dropped. ``advantage`` None
     leaves the advantages NaN, for those that need a pass of a policy. ``max_token_staleness`` masks older tokens
-    (``on_stale: mask_old_segments``). Raises DataError for an unknown version, a repeated trajectory, a segment without
-    finite logprobs or with T = 0, a kept set without its token, an empty prompt, and a batch without a reward.
+    (``on_stale: mask_old_segments``). ``with_teacher`` reads the columns of the teachers. Raises DataError for an
+    unknown version, a repeated trajectory, a segment without finite logprobs or with T = 0, a kept set without its
+    token, an empty prompt, a batch without a reward, and a trajectory without a column.
     """
     # The queue returns only members with a reward; reward.fixed_value does not change the kind of the outcome.
     members = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories if t.outcome is not None]
@@ -175,6 +186,7 @@ def build_train_batch(
         kept_sets=join_sets((count, trajectory_sets(t)) for count, (_, t) in zip(lengths, members, strict=True)),
         masked_by={} if max_token_staleness is None else {"stale": policy_mask & ~loss_mask},
         passed=np.ones(len(members), np.bool_),
+        teacher=teacher_scores([t for _, t in members]) if with_teacher else None,
         unscored=np.array([sum(t.outcome is None for t in group.trajectories) for group in batch.groups], np.int64),
         **flat,
     )

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rollmesh.algorithms.distillation import reverse_kl_advantages
 from rollmesh.algorithms.old_logprobs import OldLogprobs
 from rollmesh.algorithms.token_masks import MaskInput
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.loss_methods import MASKS
+from rollmesh.config.teachers import TeacherObjective
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.trainer.learner.forward_backward import (
     Compute,
@@ -88,13 +90,16 @@ class StepPlan:
     def flatten(self, batch: Batch) -> TrainBatch:
         """Flatten a batch, with its advantages unless they need a forward pass. Raises DataError."""
         known = not (self.advantage.needs_policy or self.advantage.needs_reference)
-        return build_train_batch(
+        objective = self.algorithm.teacher
+        flat = build_train_batch(
             batch,
             self.train_step_of_version,
             self.advantage.compute if known else None,
             credit=self.algorithm.credit,
             max_token_staleness=self.recipe.max_token_staleness,
+            with_teacher=objective is not None,
         )
+        return flat if objective is None else _taught(flat, objective)
 
     def passed(self, flat: TrainBatch) -> BoolArray:
         """Return the trajectories with a gradient, bool [trajectories]: all unless ``skip_zero_advantage``.
@@ -103,7 +108,7 @@ class StepPlan:
         """
         if not self.algorithm.skip_zero_advantage or self._needs_every_pass:
             return np.ones(flat.trajectory_count, np.bool_)
-        gradients = np.bincount(flat.sequence_index, flat.advantages[flat.unit_index] != 0, flat.trajectory_count)
+        gradients = np.bincount(flat.sequence_index, flat.token_advantages != 0, flat.trajectory_count)
         passed: BoolArray = gradients > 0
         for minibatch in split_minibatches(flat, self.recipe.minibatches):
             if not passed[minibatch].any():
@@ -220,6 +225,22 @@ class StepRunner:
         )
 
 
+def _taught(flat: TrainBatch, objective: TeacherObjective) -> TrainBatch:
+    """Return a batch with the advantages of the reverse KL to its teachers."""
+    scores, written = flat.teacher, flat.policy_mask
+    assert scores is not None
+    advantages = np.zeros(len(written))
+    advantages[written] = reverse_kl_advantages(
+        torch.from_numpy(scores.logprobs[written]).double(),
+        torch.from_numpy(flat.behavior_logprobs[written]).double(),
+        torch.from_numpy(flat.sequence_index[written]),
+        flat.trajectory_count,
+        coefficient=objective.reverse_kl_coefficient,
+        discount=objective.discount,
+    )
+    return replace(flat, teacher=replace(scores, advantages=advantages))
+
+
 def apply_masks(
     flat: TrainBatch,
     masks: Sequence[BoundMask],
@@ -235,6 +256,7 @@ def apply_masks(
     loss_mask, masked_by = flat.loss_mask.copy(), dict(flat.masked_by)
     solved = trajectory_columns(flat).solved
     sequences, units = torch.from_numpy(flat.sequence_index[index]), torch.from_numpy(flat.unit_index[index])
+    advantages = torch.from_numpy(flat.token_advantages[index])
     for mask in masks:
         before = loss_mask[index]
         data = MaskInput(
@@ -242,7 +264,7 @@ def apply_masks(
             behavior_logprobs=torch.from_numpy(flat.behavior_logprobs[index].astype(np.float64)),
             policy_logprobs=None if policy is None else torch.from_numpy(policy[index]),
             entropy=None if entropy is None else torch.from_numpy(entropy[index]),
-            advantages=torch.from_numpy(flat.advantages)[units],
+            advantages=advantages,
             solved=solved[units],
             mask=torch.from_numpy(before),
             sequence_index=sequences,
@@ -262,7 +284,7 @@ def token_columns(flat: TrainBatch, old: OldLogprobs, policy_share: Tensor, refe
         old_logprobs=old.values,
         policy_share=policy_share,
         behavior_logprobs=torch.from_numpy(flat.behavior_logprobs.astype(np.float64)),
-        advantages=torch.from_numpy(flat.advantages[flat.unit_index]),
+        advantages=torch.from_numpy(flat.token_advantages),
         mask=torch.from_numpy(flat.loss_mask),
         sequence_index=torch.from_numpy(flat.sequence_index),
         reference_logprobs=reference,

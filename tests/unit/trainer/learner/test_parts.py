@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from rollmesh.config.teachers import TeacherObjective
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
-from ....kit.made_batches import batch_of, forked_groups, random_batch
+from ....kit.made_batches import batch_of, forked_groups, random_batch, with_teacher
 from ....kit.trainer_reference import largest_difference
 from .conftest import VERSIONS, ModelMaker, exported
 
 BATCH = random_batch(11, groups=5, train_step=3, versions=3)
 BATCH = batch_of(*(list(g.trajectories) for g in BATCH.groups), *forked_groups(3), train_step=3)
+BATCH = with_teacher(BATCH, 1)
 
 
 def trainer_at_step_two(
@@ -60,6 +62,7 @@ def first_moments(trainer: PolicyTrainer) -> torch.Tensor:
         {"aggregation": "sequence_mean_token_mean", "loss": "gspo"},
         {"old_logprobs": "recompute", "loss": "decoupled_ppo"},
         {"kl_coefficient": 0.1, "kl_reference_version": 0},
+        {"teacher": TeacherObjective(reverse_kl_coefficient=1.0, discount=0.5, with_reward=True)},
     ],
 )
 def test_parts_in_any_order_give_the_step_of_the_whole_batch(

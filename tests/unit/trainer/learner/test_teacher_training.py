@@ -1,0 +1,211 @@
+"""Train steps that learn from the columns of teachers, beside plain loops in float64."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollmesh.config.teachers import TeacherObjective
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.errors import DataError
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.types import Batch, Trajectory
+
+from ....kit.made_batches import batch_of, forked_groups, random_batch, with_teacher
+from ....kit.trainer_reference import ReferenceTrainer, largest_difference
+from .conftest import VERSIONS, ModelMaker, exported
+
+FORKS = batch_of(*forked_groups(5, count=3))
+PLAIN = random_batch(4, groups=3, members=3)
+
+
+def trainer_of(folder: Path, teacher: dict[str, Any], **algorithm: Any) -> PolicyTrainer:
+    """A float64 trainer with this objective; its micro-batches are small and share what begins alike."""
+    objective = TeacherObjective(**teacher)
+    config = TrainerConfig(
+        learning_rate=1e-2,
+        tokens_per_microbatch=60,
+        share_prefixes=True,
+        algorithm=AlgorithmConfig(teacher=objective, **algorithm),
+    )
+    return PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64)
+
+
+def by_hand(member: Trajectory, coefficient: float, discount: float) -> list[float | None]:
+    """The advantages of a response by the reverse KL; None for a token of the environment."""
+    assert member.teacher is not None
+    ratios: list[float | None] = []
+    for segment in member.segments:
+        for k in range(len(segment)):
+            at = len(ratios)
+            if segment.behavior_logprobs is None:
+                ratios.append(None)
+            else:
+                ratios.append(float(member.teacher.logprobs[at]) - float(segment.behavior_logprobs[k]))
+    sums: list[float | None] = []
+    for at, own in enumerate(ratios):
+        later = [ratio for ratio in ratios[at:] if ratio is not None]
+        sums.append(None if own is None else coefficient * sum(discount**k * r for k, r in enumerate(later)))
+    return sums
+
+
+def mean_reverse_kl(batch: Batch) -> float:
+    """Mean of log mu - log T over the tokens that a policy wrote."""
+    members = (t for group in batch.groups for t in group.trajectories)
+    return -statistics.fmean(ratio for t in members for ratio in by_hand(t, 1.0, 0.0) if ratio is not None)
+
+
+class TaughtReference(ReferenceTrainer):
+    """The reference with an advantage of its own for each token."""
+
+    def __init__(self, folder: Path, teacher: dict[str, Any]) -> None:
+        super().__init__(folder, 1e-2, 1.0, 10.0)
+        self.teacher = {"discount": 0.0, "with_reward": False, "reverse_kl_coefficient": 0.0} | teacher
+
+    def _loss(self, member: Trajectory, advantage: float, oldest_version: int) -> Tensor:
+        ids = [*member.prompt.token_ids.tolist(), *member.response_ids.tolist()]
+        logits = self.model(input_ids=torch.tensor([ids])).logits[0]
+        added = by_hand(member, self.teacher["reverse_kl_coefficient"], self.teacher["discount"])
+        behavior = [
+            (None if s.behavior_logprobs is None else float(s.behavior_logprobs[k]), s.temperature)
+            for s in member.segments
+            for k in range(len(s))
+        ]
+        total = torch.zeros((), dtype=torch.float64) * logits.sum()
+        for at, ((logprob, temperature), own) in enumerate(zip(behavior, added, strict=True)):
+            if logprob is None or own is None:
+                continue
+            position = len(member.prompt.token_ids) + at
+            row = (logits[position - 1] / temperature).log_softmax(-1)
+            ratio = (row[ids[position]] - logprob).exp()
+            total = total + self._token(ratio, own + advantage * self.teacher["with_reward"])
+        return total
+
+
+@pytest.mark.parametrize("batch", [FORKS, PLAIN], ids=["shared beginnings", "environments"])
+@pytest.mark.parametrize(
+    "teacher",
+    [
+        {"reverse_kl_coefficient": 1.0},
+        {"reverse_kl_coefficient": 0.3, "discount": 0.9},
+        {"reverse_kl_coefficient": 0.5, "discount": 1.0, "with_reward": True},
+    ],
+)
+def test_a_step_is_that_of_plain_loops(
+    make_model: ModelMaker, tmp_path: Path, batch: Batch, teacher: dict[str, Any]
+) -> None:
+    folder, taught = make_model("qwen2"), with_teacher(batch, 1)
+    # A group of one has no deviation for the loops; it has no advantage of the reward in the trainer either.
+    taught = batch_of(*(list(g.trajectories) for g in taught.groups if len(g.trajectories) > 1))
+    trainer, reference = trainer_of(folder, teacher), TaughtReference(folder, teacher)
+    loss, norm = reference.step(taught)
+    report = trainer.train(taught, VERSIONS)
+    assert report.batch.reverse_kl == pytest.approx(mean_reverse_kl(taught), abs=1e-5)
+    assert report.loss == pytest.approx(loss, rel=1e-5, abs=1e-8)
+    assert report.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert largest_difference(exported(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-5
+
+
+@pytest.mark.parametrize("with_reward", [False, True])
+def test_every_token_is_explained_by_its_own_advantage(make_model: ModelMaker, with_reward: bool) -> None:
+    teacher = {"reverse_kl_coefficient": 2.0, "discount": 0.5, "with_reward": with_reward}
+    batch = with_teacher(PLAIN, 2)
+    rewards = [[t.shaped_reward for t in group.trajectories] for group in batch.groups]
+    wanted, columns = list[float](), list[float]()
+    for group, given in zip(batch.groups, rewards, strict=True):
+        for member in group.trajectories:
+            own = (member.shaped_reward - statistics.fmean(given)) if with_reward else 0.0
+            wanted += [0.0 if value is None else value + own for value in by_hand(member, 2.0, 0.5)]
+            assert member.teacher is not None
+            columns += member.teacher.logprobs.tolist()
+    tokens = list(trainer_of(make_model("qwen2"), teacher, advantage="dr_grpo").explain(batch, VERSIONS))
+    assert [token.advantage for token in tokens] == pytest.approx(wanted, abs=1e-5)
+    assert [token.teacher_logprob for token in tokens] == columns
+    assert {token.reason for token in tokens if token.policy_version is None} == {"environment"}
+
+
+def test_gspo_gives_every_token_its_own_advantage_times_the_ratio_of_its_answer(make_model: ModelMaker) -> None:
+    trainer = trainer_of(make_model("qwen2"), {"reverse_kl_coefficient": 1.0}, loss="gspo", clip_low=1, clip_high=99)
+    tokens = [t for t in trainer.explain(with_teacher(PLAIN, 2), VERSIONS) if t.policy_version is not None]
+    for name in {token.trajectory_id for token in tokens}:
+        mine = [token for token in tokens if token.trajectory_id == name]
+        ratio = np.exp(np.mean([token.logprob - token.behavior_logprob for token in mine]))
+        assert [token.weight for token in mine] == pytest.approx([ratio] * len(mine), rel=1e-5)
+        assert len({token.advantage for token in mine}) == len(mine)
+
+
+def test_a_trajectory_without_an_advantage_of_the_reward_has_a_pass(make_model: ModelMaker) -> None:
+    batch = with_teacher(PLAIN, 3)
+    equal = batch_of(*([replace(t, shaped_reward=1.0) for t in g.trajectories] for g in batch.groups))
+    options = {"reverse_kl_coefficient": 1.0, "with_reward": True}
+    trainer = trainer_of(make_model("qwen2"), options, skip_zero_advantage=True)
+    report = trainer.train(equal, VERSIONS)
+    assert report.batch.skipped_trajectories == 0 and report.grad_norm > 0
+
+
+def test_a_teacher_that_agrees_with_the_sampler_changes_nothing(make_model: ModelMaker, tmp_path: Path) -> None:
+    def agreed(member: Trajectory) -> Trajectory:
+        parts = [
+            np.zeros(len(s), np.float32) if s.behavior_logprobs is None else s.behavior_logprobs
+            for s in member.segments
+        ]
+        assert member.teacher is not None
+        return replace(member, teacher=replace(member.teacher, logprobs=np.concatenate(parts)))
+
+    batch = batch_of(*([agreed(t) for t in g.trajectories] for g in with_teacher(PLAIN, 0).groups))
+    trainer = trainer_of(make_model("qwen2"), {"reverse_kl_coefficient": 5.0})
+    before = exported(trainer, tmp_path / "before")
+    assert trainer.train(batch, VERSIONS).grad_norm == 0
+    assert largest_difference(exported(trainer, tmp_path / "after"), before) == 0
+
+
+def test_a_cut_response_takes_the_beginning_of_its_column(make_model: ModelMaker) -> None:
+    whole = with_teacher(PLAIN, 6)
+    first = whole.groups[0].trajectories[0]
+    assert first.teacher is not None
+    longer = replace(first.teacher, logprobs=np.append(first.teacher.logprobs, np.float32(-1)))
+    trainer = trainer_of(make_model("qwen2"), {"reverse_kl_coefficient": 1.0})
+    cut = with_member(whole, replace(first, teacher=longer, cut_token_count=1))
+    assert list(trainer.explain(cut, VERSIONS)) == list(trainer.explain(whole, VERSIONS))
+
+
+def with_member(batch: Batch, member: Trajectory) -> Batch:
+    """The batch with another first trajectory."""
+    first, *groups = ([*group.trajectories] for group in batch.groups)
+    return batch_of([member, *first[1:]], *groups)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            None,
+            r"trajectory g0\.0: no teacher has scored it; its prompt has the domain code: .*\(teachers\.\*\.domains",
+        ),
+        ([-1.0], r"trajectory g0\.0: teacher large has no finite log-probability for each of \d+ tokens"),
+        ([np.nan], r"teacher large has no finite log-probability"),
+    ],
+)
+def test_a_column_that_is_missing_short_or_not_finite_is_refused_by_name(
+    make_model: ModelMaker, tmp_path: Path, values: list[float] | None, problem: str
+) -> None:
+    batch = with_teacher(PLAIN, 6)
+    first = batch.groups[0].trajectories[0]
+    column = first.teacher
+    if values is not None and column is not None:
+        many = 1 if np.isfinite(values[0]) else first.response_token_count
+        column = replace(column, logprobs=np.array(values * many, np.float32))
+    broken = replace(first, teacher=column if values else None, prompt=replace(first.prompt, domain="code"))
+    trainer = trainer_of(make_model("qwen2"), {"reverse_kl_coefficient": 1.0})
+    before = exported(trainer, tmp_path / "before")
+    with pytest.raises(DataError, match=problem):
+        trainer.train(with_member(batch, broken), VERSIONS)
+    assert trainer.train_step == 0
+    assert largest_difference(exported(trainer, tmp_path / "after"), before) == 0
