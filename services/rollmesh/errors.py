@@ -142,3 +142,13 @@ class RewardUnavailable(RollmeshError, RuntimeError):
     """No reward service answered in time; nothing was scored, and the caller may retry the call."""
 
     passing = True
+
+
+class TeacherUnavailable(RollmeshError, RuntimeError):
+    """No service of a teacher answered in time; nothing was scored, and the caller may retry the call."""
+
+    passing = True
+
+
+class NoTeacherScores(RollmeshError, RuntimeError):
+    """A teacher cannot score a trajectory, took too long for it, or returned scores that are not usable."""

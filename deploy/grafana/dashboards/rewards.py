@@ -8,7 +8,6 @@ from panels import (
     ORANGE,
     PROCESS,
     RED,
-    RUN,
     Query,
     above,
     bars,
@@ -136,6 +135,18 @@ PAGE = Page(
         ],
         "Teachers": [
             curve(
+                "From the last token to the teacher's scores",
+                "As the rollout workers see it, queueing included: median, 90% and 99%.",
+                *quantiles("rollmesh_rollout_teacher_seconds", 0.5, 0.9, 0.99),
+                unit="s",
+            ),
+            curve(
+                "Trajectories that a teacher could not score",
+                "Per second, as the rollout workers see it: refused, too late, or with scores that are not usable.",
+                per_second("rollmesh_rollout_teacher_failures_total"),
+                unit="ops",
+            ),
+            curve(
                 "Tokens scored by teachers",
                 "Response tokens per second, by teacher.",
                 per_second("rollmesh_teacher_scored_tokens_total", "teacher"),
@@ -170,16 +181,6 @@ PAGE = Page(
                 "Tokens of prompt and response of the scored sequences per second, by teacher.",
                 per_second("rollmesh_teacher_context_tokens_total", "teacher"),
                 stacked=True,
-            ),
-            curve(
-                "Use of the teachers",
-                "Share of the time in which a process has work, the mean over those of a teacher.",
-                Query(
-                    f"avg {by_run('teacher')} (rate(rollmesh_teacher_busy_seconds_total{{{RUN}}}[$__rate_interval]))",
-                    "{{teacher}} {{run}} {{namespace}}",
-                ),
-                unit="percentunit",
-                most=1,
             ),
         ],
     },

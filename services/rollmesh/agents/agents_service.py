@@ -37,6 +37,7 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import PolicyRecord
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.teacher_client import open_teachers
 from rollmesh.worker.agent_mark import root_of
 from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.evaluator import Evaluator, run_evaluator
@@ -182,9 +183,12 @@ async def openai_service(
         agents: Agents | None = None
         if config.rollout.program == "agent":
             reward = await stack.enter_async_context(RewardClient(config, security=security))
+            teachers = await open_teachers(config, stack, security, health.waits)
             session_manager = SessionManager(metrics, config.rollout)
             name, worker_metrics = instance_name(config, "agents", index), WorkerMetrics(registry)
-            deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health, address)
+            deps = worker_deps(
+                settings, name, store, client, reward, session_manager, worker_metrics, health, address, teachers
+            )
             worker = Worker(settings, deps, session_manager.waiting)
             generators, policies = deps.generators, deps.policies
             http = await stack.enter_async_context(AdminClient(security))

@@ -56,6 +56,16 @@ class TeacherConfig(Section):
         return self
 
 
+def teacher_of_domain(teachers: Mapping[str, TeacherConfig], domain: str) -> str | None:
+    """Return the name of the teacher that scores the prompts of a domain; None for none."""
+    general = None
+    for name, teacher in teachers.items():
+        if domain in teacher.domains:
+            return name
+        general = general if teacher.domains else name
+    return general
+
+
 def teacher_problems(teachers: Mapping[str, TeacherConfig], domains: Collection[str] | None) -> Iterator[str]:
     """Yield what keeps the prompts of these domains, None where only the rows name them, from having one teacher."""
     owners: dict[str, str] = {}

@@ -33,6 +33,7 @@ from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowS
 from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.teacher_client import open_teachers
 from rollmesh.worker.agent_mark import OutsideProgram
 from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.environment_program import EnvironmentProgram
@@ -114,7 +115,8 @@ async def open_replica(
     if config.rollout.program == "agent":
         settings = replace(settings, concurrency=0)
     name, program = instance_name(config, "rollout", index), _program(config, tokenizer, metrics)
-    deps = worker_deps(settings, name, store, client, reward, program, metrics, health)
+    teachers = await open_teachers(config, stack, security, health.waits)
+    deps = worker_deps(settings, name, store, client, reward, program, metrics, health, teachers=teachers)
     worker = Worker(settings, deps)
     sampler = load_sampler(config.curriculum)
 

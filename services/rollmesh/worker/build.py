@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 from rollmesh.config import RunConfig
@@ -14,12 +16,14 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.teacher_client import TeacherClient
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool, Interrupter
 from rollmesh.worker.known_policies import NewestPolicy, TrajectoryBudgets
 from rollmesh.worker.program import Program
 from rollmesh.worker.routing import Placement
 from rollmesh.worker.saving import Saver
+from rollmesh.worker.teacher_scoring import TeacherScorer
 from rollmesh.worker.trajectory_scoring import TrajectoryScorer
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession
@@ -103,13 +107,19 @@ def worker_deps(
     metrics: WorkerMetrics,
     health: Health,
     address: str = "",
+    teachers: Mapping[str, TeacherClient] = MappingProxyType({}),
 ) -> WorkerDeps:
     """Build the dependencies of the worker ``name``; its process may share them with other users.
 
-    ``address``: host:port of its sessions of agents.
+    ``address``: host:port of its sessions of agents. ``teachers``: clients of the teachers, by name.
     """
     session = WorkerSession(store.sessions, name, settings.heartbeat_seconds, metrics, address)
     generators, policies = GeneratorPool(store.generators, placement=settings.placement), NewestPolicy(store.policies)
+
+    async def record(setting: str, content: str) -> str:
+        return await session.call(lambda _: store.leadership.record_content(setting, content))
+
+    taught = TeacherScorer(teachers, record, metrics) if teachers else None
     return WorkerDeps(
         store=store,
         session=session,
@@ -119,7 +129,7 @@ def worker_deps(
         caller=Caller(generation, generators, policies, settings.calls, metrics, health.waits),
         interrupter=Interrupter(generation, generators, settings.interrupt_grace_seconds),
         budgets=TrajectoryBudgets(store.policies, settings.budget, settings.token_budget, settings.turn_budget),
-        scorer=TrajectoryScorer(reward, settings.reward, settings.budget, metrics, health.waits),
+        scorer=TrajectoryScorer(reward, settings.reward, settings.budget, metrics, health.waits, taught),
         program=program,
         metrics=metrics,
         health=health,

@@ -12,8 +12,9 @@ from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import Append, AppendResult, Finish, FirstToken, ReleaseReason, Score
 from rollmesh.store.trajectories import TrajectoryQueue
-from rollmesh.types import FinishReason, RewardOutcome, WriteStatus
+from rollmesh.types import FinishReason, WriteStatus
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
+from rollmesh.worker.trajectory_scoring import ScoredResult
 from rollmesh.worker.worker_session import WorkerSession
 
 T = TypeVar("T")
@@ -126,14 +127,16 @@ class Saver:
             await self._write(active, self._finishes, partial(Finish, finish_reason=reason))
         active.finish_reason = reason
 
-    async def score(
-        self, active: ActiveTrajectory, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool
-    ) -> None:
-        """Record the outcome of a finished trajectory; raises LetGo if the queue rejects it."""
+    async def score(self, active: ActiveTrajectory, result: ScoredResult) -> None:
+        """Record the score of a finished trajectory; raises LetGo if the queue rejects it."""
         score = Score(
-            trajectory_id=active.trajectory_id, outcome=outcome, shaped_reward=shaped_reward, assigned=assigned
+            trajectory_id=active.trajectory_id,
+            outcome=result.outcome,
+            shaped_reward=result.shaped_reward,
+            assigned=result.assigned,
+            teacher=result.teacher,
         )
-        with tracer().span("queue.score", active.traceparent, kind="client", outcome=outcome.kind.value):
+        with tracer().span("queue.score", active.traceparent, kind="client", outcome=result.outcome.kind.value):
             await self._record(active, score)
 
     async def _record(self, active: ActiveTrajectory, score: Score) -> None:

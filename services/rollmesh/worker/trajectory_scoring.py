@@ -1,26 +1,26 @@
-"""Scoring of finished trajectories: verifier, the run's policy for missing values, reward shaping."""
+"""Scoring of finished trajectories: verifier and teacher, the run's policy for missing values, reward shaping."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollmesh.config.rollout import RewardConfig
 from rollmesh.curriculum.shapers import overlong_penalty
-from rollmesh.errors import DataError, RewardUnavailable
+from rollmesh.errors import DataError, NoTeacherScores, RewardUnavailable
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.tasks import Backoff, retry
-from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
+from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
+from rollmesh.types import OutcomeKind, RewardOutcome, TeacherColumn, Trajectory
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.worker.teacher_scoring import TeacherScorer
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
 _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
-_WAIT = "scoring"
 _SHOWN_AFTER_SECONDS = 3.0
-"""Time without any reward after which the reason shows: single answers without one are no wait."""
+"""Time without any value after which the reason shows: single answers without one are no wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,13 @@ class ScoredResult:
     """True if the value comes from reward.fixed_value instead of a verifier."""
     dead: bool = False
     """True if the run file requests a dead letter instead of a score, for inspection."""
+    teacher: TeacherColumn | None = None
+    """Scores of the tokens under the teacher of the prompt's domain."""
+
+    @property
+    def has_value(self) -> bool:
+        """True if the trajectory is scored."""
+        return self.assigned or self.outcome.kind is OutcomeKind.SCORED
 
 
 def shape(outcome: RewardOutcome, token_count: int, config: RewardConfig, budget: int) -> ScoredResult:
@@ -57,8 +64,27 @@ def policy_of(outcome: RewardOutcome, config: RewardConfig) -> str:
     return config.on_timeout if outcome.kind is OutcomeKind.TIMED_OUT else config.on_error
 
 
+class Lack:
+    """Reason why the newest answers lack a value, shown while none has one."""
+
+    def __init__(self, waits: Waits, operation: str) -> None:
+        self._waits, self._operation = waits, operation
+        self._shown_from = math.inf
+
+    def show(self, reason: str) -> None:
+        """Show the reason unless an answer gets a value soon."""
+        now = time.monotonic()
+        self._shown_from = min(self._shown_from, now + _SHOWN_AFTER_SECONDS)
+        self._waits.begin(self._operation, reason, after_seconds=self._shown_from - now)
+
+    def end(self) -> None:
+        """Show nothing: an answer has a value."""
+        self._waits.end(self._operation)
+        self._shown_from = math.inf
+
+
 class TrajectoryScorer:
-    """Client of the reward service that retries with exponential back-off while the service is unavailable."""
+    """Client of the reward service and of the teachers, which retries while a service is unavailable."""
 
     def __init__(
         self,
@@ -67,18 +93,19 @@ class TrajectoryScorer:
         budget: int,
         metrics: WorkerMetrics,
         waits: Waits | None = None,
+        teachers: TeacherScorer | None = None,
     ) -> None:
         """Create a scorer; ``waits`` shows why an answer got no value, until another one gets one."""
         self._service = service
         self._config = config
         self._budget = budget
         self._metrics = metrics
-        self._waits = waits or Waits()
+        self._teachers = teachers
+        waits = waits or Waits()
+        self._rewards, self._columns = Lack(waits, "scoring"), Lack(waits, "teacher scores")
         self._log = get_logger("scoring")
         self.problem = ""
-        """Reason why the newest answer without a reward has none."""
-        self._shown_from = math.inf
-        """Time from which a lack of rewards shows."""
+        """Reason why the newest answer without a reward, or without a teacher's scores, has none."""
 
     async def score(
         self, trajectory: Trajectory, known: RewardOutcome | None = None, budget: int | None = None
@@ -93,14 +120,10 @@ class TrajectoryScorer:
             outcome = await self._request(trajectory)
         self._metrics.scored(outcome.kind.value, time.monotonic() - started)
         if outcome.kind is OutcomeKind.SCORED:
-            self._waits.end(_WAIT)
-            self._shown_from = math.inf
+            self._rewards.end()
         else:
             self.problem = outcome.message
-            now = time.monotonic()
-            self._shown_from = min(self._shown_from, now + _SHOWN_AFTER_SECONDS)
-            text = f"an answer has no reward ({outcome.kind.value}): {outcome.message}"
-            self._waits.begin(_WAIT, text, after_seconds=self._shown_from - now)
+            self._rewards.show(f"an answer has no reward ({outcome.kind.value}): {outcome.message}")
             self._log.info(
                 "no_reward",
                 trajectory=trajectory.trajectory_id,
@@ -109,6 +132,30 @@ class TrajectoryScorer:
             )
         budget = self._budget if budget is None else budget
         return shape(outcome, trajectory.response_token_count, self._config, budget)
+
+    async def score_for_training(
+        self, trajectory: Trajectory, known: RewardOutcome | None, budget: int
+    ) -> ScoredResult:
+        """Score as ``score`` does, and meanwhile by the teacher of the prompt's domain, if the run has one."""
+        teacher = None if self._teachers is None else self._teachers.teacher_of(trajectory)
+        if self._teachers is None or teacher is None:
+            return await self.score(trajectory, known, budget)
+        column = asyncio.create_task(self._teachers.score(trajectory))
+        try:
+            result = await self.score(trajectory, known, budget)
+            if not result.has_value:
+                return result
+            result = replace(result, teacher=await column)
+            self._columns.end()
+            return result
+        except NoTeacherScores as error:
+            self.problem = str(error)
+            self._columns.show(f"an answer has no scores of its teacher: {error}")
+            outcome = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
+            dead = teacher.on_error == "dead_letter"
+            return ScoredResult(outcome=outcome, shaped_reward=0.0, assigned=False, dead=dead)
+        finally:
+            await cancel_and_wait(column)
 
     async def _request(self, trajectory: Trajectory) -> RewardOutcome:
         try:

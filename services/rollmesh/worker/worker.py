@@ -20,7 +20,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import BackgroundTasks, Backoff, cancel_and_wait, cancelled_awaits_as_errors
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.queue_types import Fork, LeasedTrajectory, ReleaseReason
-from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
+from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.user_code import described
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked, attempt_on, end_of_trajectory
 from rollmesh.worker.build import WorkerDeps, WorkerSettings
@@ -290,7 +290,7 @@ class Worker:
         with tracer().span("reward", active.traceparent, kind="client") as span:
             traced = replace(trajectory, traceparent=span.traceparent) if span.traceparent else trajectory
             budget = await self._deps.budgets.of(trajectory)
-            result = await self._deps.scorer.score(traced, known, budget.tokens)
+            result = await self._deps.scorer.score_for_training(traced, known, budget.tokens)
             span.set(outcome=result.outcome.kind.value, shaped_reward=result.shaped_reward)
         active.check_lost()
         if result.dead:
@@ -299,10 +299,10 @@ class Worker:
             active.recorded = True
             end_of_trajectory(active, "dead", 0.0)
             return
-        await self._deps.saver.score(active, result.outcome, result.shaped_reward, assigned=result.assigned)
+        await self._deps.saver.score(active, result)
         active.recorded = True
         end_of_trajectory(active, result.outcome.kind.value, result.shaped_reward)
-        if result.outcome.kind is not OutcomeKind.SCORED and not result.assigned:
+        if not result.has_value:
             self._deps.metrics.dropped("unscorable")
 
     # -- watching --------------------------------------------------------------------------------------------------

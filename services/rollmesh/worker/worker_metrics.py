@@ -104,6 +104,12 @@ class WorkerMetrics:
         self._reward_seconds = metrics.histogram(
             "rollmesh_rollout_reward_seconds", "Time from the last token to the outcome, queueing included."
         )
+        self.teacher_seconds = metrics.histogram(
+            "rollmesh_rollout_teacher_seconds", "Time from the last token to the teacher's scores, queueing included."
+        )
+        self.teacher_failures = metrics.counter(
+            "rollmesh_rollout_teacher_failures_total", "Trajectories that their teacher could not score."
+        )
         self._outcomes = metrics.counter(
             "rollmesh_rollout_reward_outcomes_total", "Reward outcomes by kind.", {"kind": _OUTCOMES}
         )

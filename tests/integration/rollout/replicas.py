@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from rollmesh.config import RunConfig
 from rollmesh.config.rollout import EvalConfig, RewardConfig
@@ -25,6 +26,7 @@ from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.teacher_client import TeacherClient
 from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.evaluator import Evaluator
 from rollmesh.worker.generation_calls import CallLimits, SaveLimits
@@ -109,6 +111,7 @@ def build(
     unserved_seconds: float = 30.0,
     rounds: RoundRules | None = None,
     open_draws: Callable[[PromptSource], PromptDraws] | None = None,
+    teachers: Mapping[str, TeacherClient] = MappingProxyType({}),
 ) -> tuple[Replica, Metrics, Health, WorkerSession]:
     registry, health = Metrics("rollout"), Health()
     metrics = RolloutMetrics(registry)
@@ -132,14 +135,15 @@ def build(
         first_pause_seconds=first_pause,
     )
     program, source = program or SingleTurnProgram(), prompts or ScriptedPrompts()
-    deps = worker_deps(settings, f"rollout-{index}", store, generation, reward, program, metrics, health)
+    name = f"rollout-{index}"
+    deps = worker_deps(settings, name, store, generation, reward, program, metrics, health, teachers=teachers)
     worker = Worker(settings, deps)
     leader = MeshLeader(
         store,
         plan,
         lambda _: source,
         PeriodicEvaluations(store.evaluations, evaluation or EvalConfig(), keep_last=6),
-        candidate=f"rollout-{index}",
+        candidate=name,
         renew_seconds=heartbeat,
         metrics=metrics,
         health=health,

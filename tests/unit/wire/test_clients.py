@@ -19,7 +19,7 @@ from rollmesh.types import GeneratorRecord
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from rollmesh.wire.generation_client import GenerationClient
-from rollmesh.wire.reward_client import ResolvedName, reward_addresses
+from rollmesh.wire.service_addresses import ResolvedName, service_addresses
 
 from ...kit.certificates import Authority, Certificate
 from ...kit.records import generator_record
@@ -86,7 +86,7 @@ def test_every_address_behind_a_name_is_a_service(monkeypatch: pytest.MonkeyPatc
         return answers("10.0.0.2", "10.0.0.1", "10.0.0.2")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolver)
-    addresses = reward_addresses(run_in(tmp_path, reward={"address": "mesh-reward:7070"}))
+    addresses = service_addresses(run_in(tmp_path), "reward", "mesh-reward:7070", "reward")
 
     assert list(addresses()) == ["10.0.0.1:7070", "10.0.0.2:7070"]
     assert asked == [("mesh-reward", 7070)]
@@ -116,12 +116,16 @@ def test_a_run_on_one_machine_reads_the_files_of_its_run_folder(tmp_path: Path) 
     entry = {"service": "reward", "index": 0, "pid": os.getpid(), "grpc": "127.0.0.1:5", "admin": ""}
     (tmp_path / "services" / "reward-0.json").write_text(json.dumps(entry))
 
-    assert list(reward_addresses(run_in(tmp_path))()) == ["127.0.0.1:5"]
+    assert list(service_addresses(run_in(tmp_path), "reward", None, "reward")()) == ["127.0.0.1:5"]
 
 
-def test_pods_must_be_told_where_reward_services_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ROLLMESH_REWARD__ADDRESS"):
-        reward_addresses(run_in(tmp_path, network={"shared_folder": False}))
+@pytest.mark.parametrize(
+    ("section", "variable"),
+    [("reward", "ROLLMESH_REWARD__ADDRESS"), ("teachers.math", "ROLLMESH_TEACHERS__MATH__ADDRESS")],
+)
+def test_pods_must_be_told_where_services_are(tmp_path: Path, section: str, variable: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        service_addresses(run_in(tmp_path, network={"shared_folder": False}), section, None, "reward")
 
 
 @pytest.mark.parametrize("address", ["mesh-reward", "dns:///mesh-reward:1", "http://mesh:1", "a b:1", ":1"])

@@ -1,0 +1,81 @@
+"""Client of TeacherService."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import grpc.aio
+import numpy as np
+
+from rollmesh.config import RunConfig
+from rollmesh.config.teachers import teacher_service
+from rollmesh.errors import NoTeacherScores, TeacherUnavailable
+from rollmesh.runtime.health import Waits
+from rollmesh.runtime.port_security import OPEN, PortSecurity
+from rollmesh.types import TeacherColumn, Trajectory
+from rollmesh.v1 import teacher_service_pb2 as pb
+from rollmesh.v1 import teacher_service_pb2_grpc as stubs
+from rollmesh.wire.codec import teacher_from_pb, tensor_to_pb
+from rollmesh.wire.scoring_client import OpenCall, ScoringClient
+from rollmesh.wire.service_addresses import Addresses, service_addresses
+
+
+class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
+    """Client of the services of one teacher."""
+
+    unavailable, timed_out = TeacherUnavailable, NoTeacherScores
+
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        *,
+        addresses: Addresses | None = None,
+        security: PortSecurity = OPEN,
+        waits: Waits | None = None,
+    ) -> None:
+        """``name``: of the teacher in the run file, which also gives the addresses unless they are passed."""
+        self.name, self.config, self._temperature = name, config.teachers[name], config.rollout.temperature
+        section = f"teachers.{name}"
+        addresses = addresses or service_addresses(config, section, self.config.address, teacher_service(name))
+        super().__init__(section, addresses, security, self.config.timeout_seconds, waits)
+
+    async def score(self, trajectory: Trajectory) -> TeacherColumn:
+        """Score the response of a finished trajectory.
+
+        Raises NoTeacherScores if the teacher cannot score it, or not within its time limit, and TeacherUnavailable if
+        no service is reached until then.
+        """
+        item = pb.TokenScoreItem(
+            trajectory_id=trajectory.trajectory_id,
+            token_ids=tensor_to_pb(np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids])),
+            prompt_token_count=len(trajectory.prompt.token_ids),
+            traceparent=trajectory.traceparent,
+        )
+        (column,) = await self._score([(item, trajectory.traceparent)])
+        # Its services may belong to another run, whose file has another name for it.
+        return replace(column, teacher=self.name)
+
+    def _open(self, channel: grpc.aio.Channel) -> OpenCall[pb.TokenScoreItem]:
+        stub = stubs.TeacherServiceStub(channel)  # type: ignore[no-untyped-call]
+        return lambda items, timeout, metadata: stub.Score(
+            pb.ScoreTokensRequest(items=items, temperature=self._temperature, top_k=self.config.top_k),
+            timeout=timeout,
+            metadata=metadata,
+        )
+
+    def _result(self, response: pb.ScoreTokensResponse) -> TeacherColumn:
+        if not response.HasField("column"):
+            raise NoTeacherScores(f"{self._name}: {response.message or 'no scores, and no reason'}")
+        return teacher_from_pb(response.column)
+
+
+async def open_teachers(
+    config: RunConfig, stack: AsyncExitStack, security: PortSecurity, waits: Waits
+) -> dict[str, TeacherClient]:
+    """Open the client of every teacher of a run, by name; ``stack`` closes them."""
+    return {
+        name: await stack.enter_async_context(TeacherClient(config, name, security=security, waits=waits))
+        for name in config.teachers
+    }
