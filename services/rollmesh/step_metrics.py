@@ -148,6 +148,9 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("batch.trained_tokens", "tokens", "Tokens in the numerator of the loss."),
     StepMetric("mesh.engines.prefill_tokens", "tokens", "Context tokens computed by the engines since the last step."),
     StepMetric("mesh.engines.reprefill_tokens", "tokens", "The part of the prefill that had been sampled before."),
+    StepMetric("mesh.engines.speculation.drafted_tokens", "tokens", "Draft tokens verified since the last step."),
+    StepMetric("mesh.engines.speculation.accepted_tokens", "tokens",
+               "The accepted ones; each saved its call a decode step."),
     StepMetric("mesh.engines.slot_seconds", "seconds", "Slot time of serving generators since the last step."),
     StepMetric("mesh.engines.running_slot_seconds", "seconds", "The part of the slot time with a running call."),
 )

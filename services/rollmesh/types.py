@@ -356,6 +356,9 @@ class GeneratorWork:
     """Integral of slots over the time in service."""
     generated_tokens: int = 0
     """Tokens sampled for any purpose."""
+    speculation: Mapping[str, int] = field(default_factory=dict)
+    """Counters of speculative decoding by name; empty while it is off. ``steps N`` and ``tokens N`` count the steps of
+    calls, and their tokens, while N calls ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,5 +390,7 @@ class GeneratorRecord:
     """Reason for the refusal of ``refused_version``."""
     kv_tokens_used: int = 0
     """Tokens in the key-value cache; with SGLang the contexts of its running calls, each counted in full."""
+    draft_bytes: int = 0
+    """Memory of the drafts."""
     preemption_total: int = 0
     """Calls that lost their cache because it was full, since the process started."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,11 +24,12 @@ from ..kit.adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
 from ..kit.environments import python_of
 from ..sglang_cpu.options import sglang_options
 from ..sglang_cpu.server import UNPINNED, running_server
-from .contract_kit import KEY, LONGEST, StandIn, write_model
+from .contract_kit import KEY, LONGEST, StandIn, write_draft, write_model
 from .served import Policies, Served
 
 _SERVER_ARGUMENTS = (
     "--skip-tokenizer-init",
+    *("--weight-version", "0"),
     *("--max-total-tokens", "16384", "--max-running-requests", "32"),
     *("--admin-api-key", KEY, "--api-key", KEY),
 )
@@ -102,6 +105,10 @@ def endpoint(
         server = StandIn(models[0], log)
         yield kind, server.url
         server.stop()
+    elif kind == "sglang-drafts":
+        draft = ("--speculative-draft-model-path", str(write_draft(log.parent / "draft", seed=4)))
+        with running_server(_drafting_python(), models[0], log, (*_DRAFT_ARGUMENTS, *draft), _ON_CUDA) as real:
+            yield kind, real.url
     else:
         python = request.getfixturevalue("sglang_python")
         serial = ("--disable-overlap-schedule",) if kind == "sglang-serial" else ()
@@ -109,12 +116,35 @@ def endpoint(
             yield kind, real.url
 
 
+_DRAFT_ARGUMENTS = (
+    *_SERVER_ARGUMENTS,
+    *("--device", "cuda", "--attention-backend", "triton"),
+    *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"),
+    *("--speculative-num-draft-tokens", "8"),
+)
+_ON_CUDA = {"SGLANG_USE_CPU_ENGINE": "0"}
+
+
+def _drafting_python() -> Path:
+    """The Python of a server with drafts; skips where none can verify them by sampling."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: elsewhere an SGLang server verifies drafts by argmax")
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang for CUDA is not installed: pip install -e '.[sglang]'")
+    return Path(sys.executable)
+
+
+@pytest.fixture(scope="session")
+def policies(models: list[Path]) -> Policies:
+    return Policies(models)
+
+
 @pytest.fixture
-def served(endpoint: tuple[str, str | None], models: list[Path]) -> Iterator[Served]:
+def served(endpoint: tuple[str, str | None], policies: Policies) -> Iterator[Served]:
     """The server itself on policy version 0, running, with an empty cache."""
     _, url = endpoint
     assert url is not None
-    with Served(url, Policies(models)) as served:
+    with Served(url, policies) as served:
         served.reset()
         yield served
 

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, Qwen3Config
+from transformers import DynamicCache, LlamaConfig, Qwen3Config
 
 from rollmesh.runtime.addresses import free_port
 from rollmesh.types import Chunk, Float32Array, Int32Array
@@ -47,6 +47,43 @@ def write_model(folder: Path, seed: int, hidden_size: int = 48) -> Path:
         eos_token_id=EOS,
     )
     return models.write_model(folder, config, seed)
+
+
+def write_draft(folder: Path, seed: int) -> Path:
+    """A random EAGLE-3 draft model for ``write_model``: its drafts are accepted as often as chance has it."""
+    hidden, heads, kv_heads, head, mlp = 48, 4, 2, 16, 64
+    random = torch.Generator().manual_seed(seed)
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (VOCAB, hidden),
+        "midlayer.self_attn.q_proj": (heads * head, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_heads * head, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_heads * head, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * head),
+        "midlayer.mlp.gate_proj": (mlp, hidden),
+        "midlayer.mlp.up_proj": (mlp, hidden),
+        "midlayer.mlp.down_proj": (hidden, mlp),
+    }
+    norms = ("norm", *(f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
+    weights = {f"{name}.weight": 0.2 * torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLMEagle3"],
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head,
+        max_position_embeddings=POSITIONS,
+        draft_vocab_size=VOCAB,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 1]},
+        dtype="float32",
+    )
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def write_nan(folder: Path) -> None:

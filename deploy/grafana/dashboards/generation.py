@@ -103,6 +103,28 @@ PAGE = Page(
                 gauge("rollmesh_generator_cached_token_ratio", labels=PROCESS),
             ),
             curve(
+                "Draft tokens",
+                "Verified in wide decode steps: an accepted one saves its call a step, a wasted one was in vain.",
+                per_second("rollmesh_generator_draft_tokens_total", "outcome", labels=PROCESS),
+                unit="short",
+                stacked=True,
+            ),
+            curve(
+                "Tokens of a call a step",
+                "By running calls, in the steps of engines that draft: 1 is plain decoding.",
+                Query(
+                    f"{rate('rollmesh_generator_step_tokens_total', 'running', PROCESS)}"
+                    f" / {rate('rollmesh_generator_call_steps_total', 'running', PROCESS)}",
+                    "{{running}} running {{run}} {{namespace}}",
+                ),
+            ),
+            curve(
+                "Memory of drafts",
+                "Earlier responses that the engines draft from.",
+                gauge("rollmesh_generator_draft_bytes", labels=PROCESS),
+                unit="bytes",
+            ),
+            curve(
                 "In rotation",
                 "Whether each generator takes calls, and whether its decoding is paused.",
                 gauge("rollmesh_generator_serving", word="serves", labels=PROCESS),

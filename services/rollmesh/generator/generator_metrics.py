@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from rollmesh.errors import EngineError, Reason
-from rollmesh.generator.engines.engine_protocol import EngineStatus
+from rollmesh.generator.engines.engine_protocol import RUNNING_CLASSES, EngineStatus, SpeculationCounters
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import FinishReason
 
@@ -137,5 +137,31 @@ class EngineCollector(Collector):
             "Share of context tokens copied from a prefix cache, since the engine started.",
             value=counted.cached_token_total / max(1, context_tokens),
         )
+        yield from _speculation(counted.speculation or SpeculationCounters())
         serving = float(self._serves())
         yield GaugeMetricFamily("rollmesh_generator_serving", "1 while the generator accepts calls.", value=serving)
+
+
+def _speculation(counted: SpeculationCounters) -> Iterator[Metric]:
+    """Yield the metrics of speculative decoding; all zero while it is off."""
+    drafts = CounterMetricFamily(
+        "rollmesh_generator_draft_tokens",
+        "Draft tokens verified, by outcome; an accepted one saves its call a decode step.",
+        labels=["outcome"],
+    )
+    drafts.add_metric(["accepted"], counted.accepted_token_total)
+    drafts.add_metric(["wasted"], counted.wasted_token_total)
+    yield drafts
+    yield GaugeMetricFamily("rollmesh_generator_draft_bytes", "Memory of the drafts.", value=counted.draft_bytes)
+    for name, text, values in (
+        ("call_steps", "Running calls, summed over the decode steps that count drafts.", counted.row_steps),
+        (
+            "step_tokens",
+            "Tokens sampled in these steps; over the calls, the tokens of a call a step.",
+            counted.row_tokens,
+        ),
+    ):
+        family = CounterMetricFamily(f"rollmesh_generator_{name}", f"{text} By running calls.", labels=["running"])
+        for running, value in zip(RUNNING_CLASSES, values, strict=True):
+            family.add_metric([running], value)
+        yield family

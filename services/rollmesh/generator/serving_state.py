@@ -182,6 +182,7 @@ class Registration:
         serving_state = self._serving_state
         status = self._engine.status() if serving_state.started else EngineStatus()
         waits = self._health.waits.text()
+        drafts = status.speculation
         slots, since = self._slots_since
         self._slots_since = 0 if serving_state.reason else status.slot_count, time.monotonic()
         self._slot_seconds += slots * (self._slots_since[1] - since)
@@ -193,6 +194,7 @@ class Registration:
             waiting_count=status.waiting_count,
             slot_count=status.slot_count,
             kv_tokens_used=status.kv_tokens_used,
+            draft_bytes=0 if drafts is None else drafts.draft_bytes,
             kv_token_capacity=status.kv_token_capacity,
             preemption_total=status.preemption_total,
             serving=not serving_state.reason,
@@ -207,6 +209,7 @@ class Registration:
                 running_slot_seconds=round(status.running_slot_seconds_total, 3),
                 slot_seconds=round(self._slot_seconds, 3),
                 generated_tokens=status.generated_token_total,
+                speculation={} if drafts is None else drafts.by_name(),
             ),
         )
 

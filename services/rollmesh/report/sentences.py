@@ -55,6 +55,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("re-prefilled of prefilled tokens", percent(summary.reprefill_share)),
         ("idle slot time of generators", percent(summary.bubble_ratio)),
         ("idle slot time during rollout", percent(summary.rollout_bubble_ratio)),
+        ("draft tokens accepted, each a decode step saved", _drafts(summary)),
         ("off-policy tokens", percent(summary.off_policy_share)),
         ("staleness", _staleness(summary)),
         ("masked tokens", ", ".join(f"{mask} {tokens:,}" for mask, tokens in summary.masked_tokens.items())),
@@ -68,6 +69,11 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("audit", summary.audit_verdict),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _drafts(summary: RunSummary) -> str | None:
+    accepted, drafted = summary.accepted_tokens, summary.drafted_tokens
+    return None if accepted is None or not drafted else f"{accepted:,} of {drafted:,}"
 
 
 def moment(point: EvaluationPoint, summary: RunSummary) -> str:

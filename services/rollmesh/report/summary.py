@@ -90,6 +90,11 @@ class RunSummary:
         """Trained tokens per generated token, from the last step report."""
         self.reprefill_share = _share(train["mesh.engines.reprefill_tokens"], train["mesh.engines.prefill_tokens"])
         """Share of the computed context tokens that had been sampled before, 0..1."""
+        self.accepted_tokens, self.drafted_tokens = (
+            _of_known(train[f"mesh.engines.speculation.{name}_tokens"], lambda known: int(known.sum()))
+            for name in ("accepted", "drafted")
+        )
+        """Draft tokens that saved a decode step of their call, and all that were verified; None without drafts."""
         running, slots = (train[f"mesh.engines.{name}slot_seconds"] for name in ("running_", ""))
         self.bubble_ratio = _bubble_ratio(running, slots)
         """Share of the slot time of serving generators without a running call, 0..1."""

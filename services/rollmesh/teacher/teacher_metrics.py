@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rollmesh.runtime.metrics import Metrics
 
@@ -12,12 +14,16 @@ class TeacherMetrics:
 
     def __init__(self, metrics: Metrics, teacher: str) -> None:
         labels = {"teacher": (teacher,)}
-        self.running = metrics.gauge(
+        self._count, self._changed = 0, time.monotonic()
+        self._running = metrics.gauge(
             "rollmesh_teacher_running_sequences",
             "Sequences received and not scored yet, waiting ones included.",
             labels,
         ).labels(teacher)
-        self.received = metrics.counter("rollmesh_teacher_sequences_total", "Sequences received.", labels).labels(
+        self._busy = metrics.counter(
+            "rollmesh_teacher_busy_seconds_total", "Seconds with a sequence in the service.", labels
+        ).labels(teacher)
+        self._received = metrics.counter("rollmesh_teacher_sequences_total", "Sequences received.", labels).labels(
             teacher
         )
         self._tokens = metrics.counter(
@@ -37,6 +43,23 @@ class TeacherMetrics:
             "Unix time of the newest scores; 0 before the first.",
             labels,
         ).labels(teacher)
+
+    @contextmanager
+    def sequence(self) -> Iterator[None]:
+        """Count a sequence that is in the service during the block."""
+        self._received.inc()
+        self._add(1)
+        try:
+            yield
+        finally:
+            self._add(-1)
+
+    def _add(self, number: int) -> None:
+        now = time.monotonic()
+        if self._count:
+            self._busy.inc(now - self._changed)
+        self._count, self._changed = self._count + number, now
+        self._running.set(self._count)
 
     def scored(self, tokens: int, context_tokens: int, seconds: float) -> None:
         self._tokens.inc(tokens)

@@ -132,12 +132,10 @@ class TeacherService(stubs.TeacherServiceServicer):
 
     async def _one(self, index: int, item: pb.TokenScoreItem, request: pb.ScoreTokensRequest) -> pb.ScoreTokensResponse:
         teacher, start = self._teacher, time.monotonic()
-        self._metrics.received.inc()
-        self._metrics.running.inc()
         span = tracer().span(
             "teach", item.traceparent, kind="server", trajectory=item.trajectory_id, teacher=teacher.name
         )
-        with span:
+        with self._metrics.sequence(), span:
             try:
                 ids = ids_from_pb(item.token_ids)
                 wanted = ScoreRequest(
@@ -151,8 +149,6 @@ class TeacherService(stubs.TeacherServiceServicer):
                 self._note(item.trajectory_id, str(error))
                 span.set(outcome="none")
                 return pb.ScoreTokensResponse(item_index=index, message=str(error))
-            finally:
-                self._metrics.running.dec()
             self._metrics.scored(len(scores.logprobs), len(ids), time.monotonic() - start)
             span.set(outcome="scored", tokens=len(scores.logprobs))
         column = TeacherColumn(

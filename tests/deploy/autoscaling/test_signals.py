@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,42 @@ def test_what_the_agents_service_holds_is_no_work_for_rollout_workers(tmp_path: 
     expect(tmp_path, "rollout", STARVED, {"in-flight": 24})
 
 
-def expect(folder: Path, service: str, series: dict[str, float], values: dict[str, float | None]) -> None:
-    """The rule's answers for this run, while another one on the same Prometheus says the opposite."""
+def test_a_teacher_is_judged_by_its_own_processes(tmp_path: Path) -> None:
+    """Two processes, of which one has work half of the time: 12 sequences a minute, of 20 s each."""
+    rates = {"score_seconds_sum": 240, "score_seconds_count": 12, "busy_seconds_total": 30}
+    series = {f'rollmesh_teacher_{name}{{teacher="a",instance="0"}}': f"0+{rate}x60" for name, rate in rates.items()}
+    idle = {f'rollmesh_teacher_{name}{{teacher="a",instance="1"}}': "0x60" for name in rates}
+    other = {f'rollmesh_teacher_{name}{{teacher="b",instance="2"}}': "0+1x60" for name in rates}
+    expect(tmp_path, "teacher", series | idle | other, {"score-time": 20, "utilisation": 0.25}, ',teacher="a"')
+    expect(tmp_path, "teacher", idle | other, {"score-time": 0, "utilisation": 0}, ',teacher="a"')
+
+
+def expect(
+    folder: Path,
+    service: str,
+    series: Mapping[str, float | str],
+    values: dict[str, float | None],
+    further: str = "",
+) -> None:
+    """The rule's answers for this run, while another one on the same Prometheus says the opposite.
+
+    A value is at rest, or written as promtool reads one that grows; ``further`` are conditions beside the run.
+    """
     rule = load_rule(RULES / f"{service}.yaml")
     inputs = []
     for name, value in series.items():
-        for run, shown in (("here", value), ("other", 7 - value if value < 7 else 1)):
-            inputs.append({"series": name.replace("{", f'{{run="{run}",'), "values": f"{shown}x60"})
+        opposite = 7 - value if isinstance(value, (int, float)) and value < 7 else 1
+        for run, shown in (("here", value), ("other", opposite)):
+            text = shown if isinstance(shown, str) else f"{shown}x60"
+            inputs.append({"series": name.replace("{", f'{{run="{run}",'), "values": text})
     checks: list[dict[str, Any]] = []
     for signal in rule.signals:
         if signal.name in values:
             wanted = values[signal.name]
             samples = [] if wanted is None else [{"labels": "{}", "value": wanted}]
-            checks.append({"expr": rule.query(signal, 'run="here"'), "eval_time": "30m", "exp_samples": samples})
+            checks.append(
+                {"expr": rule.query(signal, f'run="here"{further}'), "eval_time": "30m", "exp_samples": samples}
+            )
     assert len(checks) == len(values)
     file = folder / "signals_test.yaml"
     case = {"interval": "1m", "input_series": inputs, "promql_expr_test": checks}

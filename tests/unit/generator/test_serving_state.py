@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, EngineError, GenerationRefused
 from rollmesh.generator.engines import ENGINES
-from rollmesh.generator.engines.engine_protocol import EngineDeclaration, EngineStatus
+from rollmesh.generator.engines.engine_protocol import EngineDeclaration, EngineStatus, SpeculationCounters
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.generator.generator_metrics import EngineCollector
@@ -134,6 +134,35 @@ def test_counters_start_at_zero_and_outlive_the_engine_while_its_load_does_not()
     scraped("generated_tokens_total")
     engine.now = None
     assert scraped(*counters, *load) == [800.0, 6.0, 7.0, 0.4, 0.0, 0.0, 0.0]
+
+
+def test_drafts_are_counted_by_outcome_and_steps_by_running_calls() -> None:
+    engine, registry = Engine(), CollectorRegistry()
+    registry.register(EngineCollector(engine.status, lambda: True))
+
+    def scraped(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"rollmesh_generator_{name}", labels)
+
+    assert scraped("draft_tokens_total", outcome="wasted") == scraped("call_steps_total", running="65-more") == 0.0
+    counted = SpeculationCounters(draft_bytes=7).with_steps(1, steps=10, drafted=20, accepted=15)
+    counted = counted.with_steps(2, 1, 0, 0).with_steps(3, 4, 4, 1).with_steps(4, 4, 4, 1).with_steps(65, 3, 3, 0)
+    engine.now = replace(WORKING, speculation=counted)
+    assert scraped("draft_tokens_total", outcome="accepted") == 17.0
+    assert scraped("draft_tokens_total", outcome="wasted") == 14.0
+    assert scraped("draft_bytes") == 7.0
+    for running, steps, tokens in (("1", 10, 25), ("2", 1, 1), ("3-4", 8, 10), ("5-8", 0, 0), ("65-more", 3, 3)):
+        assert scraped("call_steps_total", running=running) == steps
+        assert scraped("step_tokens_total", running=running) == tokens
+    assert counted.by_name() == {"drafted": 31, "accepted": 17} | {
+        "steps 1": 10,
+        "tokens 1": 25,
+        "steps 2": 1,
+        "tokens 2": 1,
+        "steps 3-4": 8,
+        "tokens 3-4": 10,
+        "steps 65-more": 3,
+        "tokens 65-more": 3,
+    }
 
 
 class WatchedEngine(SglangEngine):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError
@@ -54,6 +55,11 @@ class EngineCounters:
 
 RUNNING_BOUNDS = (1, 2, 4, 8, 16, 32, 64)
 """Largest numbers of running calls of the classes in ``SpeculationCounters``; a last class has all above."""
+RUNNING_CLASSES = tuple(
+    str(high) if high == low else f"{low}-{high}"
+    for low, high in zip((1, *(bound + 1 for bound in RUNNING_BOUNDS)), (*RUNNING_BOUNDS, "more"), strict=True)
+)
+"""Names of these classes: 1, 2, 3-4, ..., 65-more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,30 @@ class SpeculationCounters:
     def wasted_token_total(self) -> int:
         """Draft tokens that were verified in vain."""
         return self.drafted_token_total - self.accepted_token_total
+
+    def by_name(self) -> dict[str, int]:
+        """Return the counters that only increase, as ``types.GeneratorWork`` has them."""
+        classes = zip(RUNNING_CLASSES, self.row_steps, self.row_tokens, strict=True)
+        return {"drafted": self.drafted_token_total, "accepted": self.accepted_token_total} | {
+            f"{name} {running}": value
+            for running, steps, tokens in classes
+            for name, value in (("steps", steps), ("tokens", tokens))
+            if steps
+        }
+
+    def with_steps(self, running: int, steps: int, drafted: int, accepted: int) -> Self:
+        """Add steps of one call that verified drafts while so many calls ran; each step samples one token more."""
+        place = bisect_left(RUNNING_BOUNDS, running)
+        row_steps, row_tokens = list(self.row_steps), list(self.row_tokens)
+        row_steps[place] += steps
+        row_tokens[place] += steps + accepted
+        return replace(
+            self,
+            drafted_token_total=self.drafted_token_total + drafted,
+            accepted_token_total=self.accepted_token_total + accepted,
+            row_steps=tuple(row_steps),
+            row_tokens=tuple(row_tokens),
+        )
 
 
 @dataclass(slots=True, kw_only=True)

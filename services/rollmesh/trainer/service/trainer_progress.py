@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -189,6 +190,7 @@ class EngineWork:
     """It receives every observation."""
     _seen: dict[str, GeneratorWork] = field(default_factory=dict, init=False)
     _done: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_NAMES, 0.0), init=False)
+    _drafts: Counter[str] = field(default_factory=Counter, init=False)
 
     def begin(self, records: Sequence[GeneratorRecord]) -> None:
         """Assign all work so far to no step of this trainer. Its tokens still count for the run."""
@@ -198,8 +200,9 @@ class EngineWork:
     def since_last(self, records: Sequence[GeneratorRecord]) -> dict[str, Any]:
         """Return the work since the last step, and its shares (None without work): ``mesh.engines`` of a report."""
         self.observe(records)
-        work = self._taken()
+        drafts, work = speculation(self._drafts, records), self._taken()
         return work | {
+            "speculation": drafts,
             "reprefill_share": _share(work["reprefill_tokens"], work["prefill_tokens"]),
             "bubble_ratio": _share(work["slot_seconds"] - work["running_slot_seconds"], work["slot_seconds"]),
         }
@@ -211,6 +214,8 @@ class EngineWork:
             before = self._seen.pop(record.instance_id, GeneratorWork())
             for name in _NAMES:
                 self._done[name] += getattr(record.work, name) - getattr(before, name)
+            self._drafts.update(record.work.speculation)
+            self._drafts.subtract(before.speculation)
             self._seen[record.instance_id] = record.work
         # A generator may be missing for a while (Redis unreachable). Its earlier work must not count twice.
         for instance_id in list(self._seen)[:-_MOST_REMEMBERED]:
@@ -218,7 +223,28 @@ class EngineWork:
 
     def _taken(self) -> dict[str, float]:
         done, self._done = self._done, dict.fromkeys(_NAMES, 0.0)
+        self._drafts.clear()
         return {name: round(value, 3) for name, value in done.items()}
+
+
+def speculation(done: Mapping[str, int], records: Sequence[GeneratorRecord]) -> dict[str, Any] | None:
+    """Return what drafts did, ``mesh.engines.speculation`` of a report; None without speculation.
+
+    An accepted token saves its call a decode step. ``tokens_per_step`` is of one call, by running calls.
+    """
+    if not done:
+        return None
+    steps = {name.removeprefix("steps "): count for name, count in done.items() if name.startswith("steps ") and count}
+    return {
+        "drafted_tokens": done["drafted"],
+        "accepted_tokens": done["accepted"],
+        "wasted_tokens": done["drafted"] - done["accepted"],
+        "draft_bytes": sum(record.draft_bytes for record in records),
+        "tokens_per_step": {
+            running: round(done[f"tokens {running}"] / count, 3)
+            for running, count in sorted(steps.items(), key=lambda item: int(item[0].partition("-")[0]))
+        },
+    }
 
 
 def _share(part: float, whole: float) -> float | None:

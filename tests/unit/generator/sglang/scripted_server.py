@@ -39,6 +39,8 @@ class ScriptedServer:
     """Of the answers to /generate."""
     empty: bool = False
     """Answers without a token."""
+    drafts: dict[str, int] = field(default_factory=dict)
+    """Fields about drafts in every answer."""
     retractions: int = 0
     """Of every answer, besides those of pauses."""
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,6 +74,7 @@ class ScriptedServer:
         count = 0 if self.empty else body["sampling_params"]["max_new_tokens"]
         ids = body["input_ids"]
         meta = {
+            **self.drafts,
             "finish_reason": {"type": "length"},
             "prompt_tokens": len(ids),
             "cached_tokens": 0,

@@ -71,6 +71,22 @@ def test_a_clock_counts_only_while_it_runs():
     assert not clock.stopped
 
 
+async def test_drafts_are_counted_from_answers_and_a_server_that_comes_back_without_them_serves_on(server, start):
+    server.settings = {"speculative_algorithm": "EAGLE3", "device": "cuda"}
+    server.drafts = {"spec_verify_ct": 2, "spec_num_proposed_drafts": 6, "spec_num_correct_drafts": 1}
+    engine = await start()
+    assert engine.status().speculation is None  # nothing was drafted yet
+    chunks = await collect(engine, make_call(count=8))  # two slices of four tokens, the first of each from a prefill
+    found = engine.status().speculation
+    assert found is not None and sum(len(chunk.token_ids) for chunk in chunks) == 8
+    assert (found.drafted_token_total, found.accepted_token_total, found.wasted_token_total) == (12, 2, 10)
+    assert (found.row_steps[0], found.row_tokens[0]) == (4, 6)
+    server.settings, server.drafts = {}, {}
+    again = await start()
+    assert sum(len(chunk.token_ids) for chunk in await collect(again, make_call(count=8))) == 8
+    assert again.status().speculation is None
+
+
 async def test_the_deadline_of_a_slice_is_suspended_while_the_server_is_paused(server, start):
     async def attempt(deadline: float) -> None:
         server.deaf, before = True, server.count("/generate")

@@ -125,6 +125,32 @@ def test_a_step_reports_what_the_engines_did_since_the_one_before() -> None:
     assert (second["reprefill_share"], second["bubble_ratio"]) == (0.1, 0.0)
 
 
+def drafting(name: str, draft_bytes: int, accepted: int, drafted: int, **steps: tuple[int, int]) -> GeneratorRecord:
+    """``steps`` has the steps and tokens by running calls."""
+    counters = {"drafted": drafted, "accepted": accepted}
+    counters |= {f"steps {running}": count for running, (count, _) in steps.items()}
+    counters |= {f"tokens {running}": tokens for running, (_, tokens) in steps.items()}
+    return generator_record(name, work=GeneratorWork(speculation=counters), draft_bytes=draft_bytes)
+
+
+def test_a_step_reports_what_drafts_saved_and_wasted_and_the_tokens_of_a_call_a_step() -> None:
+    work = EngineWork(GeneratedTokens())
+    assert work.since_last([generator("plain", 5)])["speculation"] is None
+    work.begin([drafting("a", 10, 60, 100, **{"1": (50, 110)})])
+    records = [
+        drafting("a", 20, 90, 140, **{"1": (60, 135), "33-64": (8, 12)}),
+        drafting("b", 5, 5, 10, **{"1": (10, 15), "3-4": (2, 2)}),
+    ]
+    assert work.since_last(records)["speculation"] == {
+        "drafted_tokens": 50,
+        "accepted_tokens": 35,
+        "wasted_tokens": 15,
+        "draft_bytes": 25,
+        "tokens_per_step": {"1": 2.0, "3-4": 1.0, "33-64": 1.5},
+    }
+    assert work.since_last(records)["speculation"]["tokens_per_step"] == {}
+
+
 def test_a_generator_that_was_missing_for_a_step_is_not_counted_twice() -> None:
     work = EngineWork(GeneratedTokens())
     work.since_last([worked("a", 100, 10, 1.0, 8.0)])

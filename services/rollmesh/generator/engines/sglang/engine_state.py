@@ -12,8 +12,9 @@ from typing import Any
 
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.generator.engines.call_limits import Backlog
-from rollmesh.generator.engines.engine_protocol import EngineCounters, EngineLost, EngineStatus
+from rollmesh.generator.engines.engine_protocol import EngineCounters, EngineLost, EngineStatus, SpeculationCounters
 from rollmesh.generator.engines.policy_folders import PolicyFolder
+from rollmesh.generator.engines.sglang.slices import Slice
 from rollmesh.types import GenerationCall
 
 
@@ -112,6 +113,8 @@ class SlotQueue:
     def __init__(self, slot_count: int) -> None:
         self.slot_count = slot_count
         self.counters = EngineCounters()
+        self.speculation: SpeculationCounters | None = None
+        """None while the server has no drafts."""
         self.paused = False
         """True while decoding is stopped."""
         self.waiting: deque[ServerCall] = deque()
@@ -164,6 +167,14 @@ class SlotQueue:
             self.counters.running_slot_seconds_total += (now - self._since) * len(self._running)
         self._since = now
 
+    def count_drafts(self, piece: Slice) -> None:
+        """Add the drafts of a slice; a server reports none until it has verified some."""
+        if piece.verify_count:
+            before = self.speculation or SpeculationCounters()
+            self.speculation = before.with_steps(
+                len(self._running), piece.verify_count, piece.drafted_count, piece.accepted_count
+            )
+
     def status(self) -> EngineStatus:
         self.account()
         return EngineStatus(
@@ -171,6 +182,7 @@ class SlotQueue:
             waiting_count=len(self.waiting),
             slot_count=self.slot_count,
             kv_tokens_used=sum(len(server_call.context) for server_call in self._running),
+            speculation=self.speculation,
             **asdict(self.counters),
         )
 

@@ -85,6 +85,7 @@ class SglangServer:
             version=info.get("version"),
             kv_token_capacity=self.kv_token_capacity,
             max_running_requests=info.get("max_running_requests"),
+            speculative_algorithm=info.get("speculative_algorithm"),
         )
         if options.server.url is not None:
             await self.pause("retract")

@@ -231,6 +231,7 @@ class Calls:
         counters, prompt = self._state.queue.counters, server_call.call.prompt_token_count
         cached = piece.cached_token_count
         counters.generated_token_total += len(piece)
+        self._state.queue.count_drafts(piece)
         pauses = self._server.retracting_pauses - server_call.pauses_before
         counters.preemption_total += max(0, piece.retraction_count - pauses)
         # The last token of a context is the input of the first decode step, not prefill.

@@ -47,6 +47,10 @@ class Slice:
     retraction_count: int = 0
     """Times that the server took the request out of its batch, for a pause or for lack of cache."""
     kept_sets: KeptSets | None = None
+    verify_count: int = 0
+    """Steps in which the server verified drafts; 0 from a server without them."""
+    drafted_count: int = 0
+    accepted_count: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -134,6 +138,8 @@ def read_slice(
         spans = _read_spans(meta, len(tokens), sole_version)
         prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
         retractions = int(meta.get("num_retractions") or 0)
+        drafts = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
+        verified, drafted, accepted = (int(meta.get(name) or 0) for name in drafts)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise EngineError(f"SGLang /generate: malformed response: {error!r}") from error
     if len(tokens) != len(logprobs) or (tokens != stamped).any():
@@ -158,6 +164,9 @@ def read_slice(
         cached_token_count=cached,
         retraction_count=retractions,
         kept_sets=sets,
+        verify_count=verified,
+        drafted_count=drafted,
+        accepted_count=accepted,
     )
 
 
