@@ -6,20 +6,16 @@ It also finds the answers in the text of a whole conversation, for training on t
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from jinja2 import Template, TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError, meta
 
 from rollmesh.errors import DataError
+from rollmesh.template_language import TAG_VARIABLES, Span, split_tagged, template_environment
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -27,12 +23,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _RENDERED_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
-_TAG_VARIABLES = {"generation_begin": "\x02", "generation_end": "\x03"}
-"""Variables that the tag {% generation %} prints around its body; nothing unless the spans are wanted."""
-_OWN_NAMES = frozenset({*_RENDERED_VARIABLES, *SPECIAL_TOKEN_NAMES, *_TAG_VARIABLES, "raise_exception", "strftime_now"})
-
-_TODAY = datetime(2024, 7, 26)
-"""Date for templates that print one, the default of those of Llama 3: a prompt must not depend on the day."""
+_OWN_NAMES = frozenset({*_RENDERED_VARIABLES, *SPECIAL_TOKEN_NAMES, *TAG_VARIABLES, "raise_exception", "strftime_now"})
 
 _AS_SYSTEM = {"developer": "system"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -42,8 +33,6 @@ _MARK = "7240918355160{:06d}"
 _END = _MARK.format(999_999)
 _Rendered = TypeVar("_Rendered")
 _Render = Callable[[Sequence[Message], Mapping[str, Any]], _Rendered]
-Span = tuple[int, int]
-"""Part of a text: its characters from the first number to before the second."""
 
 
 class ChatTemplate:
@@ -68,7 +57,7 @@ class ChatTemplate:
     @property
     def marks_answers(self) -> bool:
         """True if the template has the tag {% generation %}."""
-        return bool(self._source) and _TAG_VARIABLES.keys() <= self._read_variables
+        return bool(self._source) and TAG_VARIABLES.keys() <= self._read_variables
 
     def conversation(self, messages: Sequence[Message], variables: Mapping[str, Any], tools: Tools = None) -> str:
         """Render a whole conversation; raises DataError as ``text`` does."""
@@ -95,7 +84,7 @@ class ChatTemplate:
             if not self.marks_answers:
                 answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
                 return [self._span(text, messages, at, variables, ends) for at in answers]
-            plain, found = _tagged(self._render(messages, {**variables, **_TAG_VARIABLES}, answer=False))
+            plain, found = split_tagged(self._render(messages, {**variables, **TAG_VARIABLES}, answer=False))
             if plain != text:
                 raise DataError(f"{self._folder}: the chat template changes what is around {{% generation %}}")
             return found
@@ -230,12 +219,12 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Template:
-        return _environment().from_string(self._source)
+        return template_environment().from_string(self._source)
 
     @cached_property
     def _read_variables(self) -> set[str]:
         try:
-            return meta.find_undeclared_variables(_environment().parse(self._source))
+            return meta.find_undeclared_variables(template_environment().parse(self._source))
         except TemplateError as error:
             raise DataError(f"{self._folder}: the chat template is not valid: {error}") from error
 
@@ -303,47 +292,3 @@ def _as_object(arguments: Any) -> Any:
 
 def _as_text(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
-
-
-def _tagged(rendered: str) -> tuple[str, list[Span]]:
-    """Return a text without what the tags print, and the spans between them."""
-    plain, spans, begin = "", [], 0
-    for piece in re.split("([\x02\x03])", rendered):
-        if piece == "\x02":
-            begin = len(plain)
-        elif piece == "\x03":
-            spans.append((begin, len(plain)))
-        else:
-            plain += piece
-    return plain, spans
-
-
-class _GenerationTag(Extension):
-    """Template tag ``{% generation %}`` around the text of answers."""
-
-    tags = {"generation"}  # noqa: RUF012  (an instance attribute to mypy, a class attribute to jinja)
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in _TAG_VARIABLES)
-        return [begin, nodes.Scope(body, lineno=line), end]
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _TODAY.strftime
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # Templates print tool schemas for a model: jinja's own filter would escape HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)

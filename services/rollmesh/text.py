@@ -16,8 +16,9 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from rollmesh.characters import half_character
-from rollmesh.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Message, Span, Tools
+from rollmesh.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Message, Tools
 from rollmesh.errors import DataError
+from rollmesh.template_language import Span
 from rollmesh.types import Int32Array
 
 
