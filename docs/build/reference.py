@@ -14,6 +14,7 @@ from docs.build.task_entries import (
 )
 from rollmesh.cli.configuration import POINTS, numbers
 from rollmesh.config import RunConfig
+from rollmesh.config.sft_config import SftConfig
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.tasks.environments import environment_protocol
 from rollmesh.tasks.sources import source_protocol
@@ -36,6 +37,7 @@ def reference_pages() -> dict[str, str]:
     tables = list(field_tables(RunConfig.model_json_schema()))
     pages = {
         "run-file.md": page("run_file", tables=tables, presets=presets),
+        "sft-file.md": page("sft_file", tables=list(field_tables(SftConfig.model_json_schema()))),
         "verifiers.md": page(
             "verifiers",
             verifiers=verifier_entries(),

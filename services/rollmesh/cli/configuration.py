@@ -15,6 +15,7 @@ from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.curriculum import CURRICULUM_POINTS
 from rollmesh.config.methods import Method, Point
+from rollmesh.config.sft_config import SftConfig
 from rollmesh.config.trainer import TRAINER_POINTS
 from rollmesh.config.yaml_text import dump_yaml
 from rollmesh.errors import ConfigError
@@ -88,12 +89,14 @@ def show(
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    sft: Annotated[bool, typer.Option("--sft", help="Schema of the run files of rollmesh sft.")] = False,
+) -> None:
     """Print the JSON Schema of run files, for editors.
 
     Example: `rollmesh config schema`
     """
-    typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+    typer.echo(json.dumps((SftConfig if sft else RunConfig).model_json_schema(), indent=2))
 
 
 @app.command()

@@ -11,7 +11,7 @@ with many_imports():
     import typer
 
     import rollmesh
-    from rollmesh.cli import configuration, operations, run_inspection, serving, sim, status, up
+    from rollmesh.cli import configuration, fine_tune, operations, run_inspection, serving, sim, status, up
     from rollmesh.cli.plain_help import PlainGroup
 
 app = typer.Typer(
@@ -46,7 +46,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add("Runs", up.up, up.demo, up.init)
+_add("Runs", up.up, up.demo, up.init, fine_tune.sft)
 serving.register(app)
 _add(
     "Inspection", status.status, run_inspection.eval_, run_inspection.explain, run_inspection.audit, run_inspection.view

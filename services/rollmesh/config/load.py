@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -18,10 +18,13 @@ from pydantic_core import ErrorDetails
 
 from rollmesh.characters import half_characters
 from rollmesh.config.run import RunConfig
+from rollmesh.config.section import Section
 from rollmesh.config.yaml_text import DuplicateKeys, dump_yaml, field_value, parse_yaml
 from rollmesh.errors import ConfigError
 from rollmesh.file_writes import writing
 from rollmesh.user_code import CODE_FOLDER
+
+C = TypeVar("C", bound=Section)
 
 ENV_PREFIX = "ROLLMESH_"
 """Prefix of the environment variables that override fields: ``ROLLMESH_A__B`` is ``a.b``."""
@@ -48,6 +51,11 @@ def load_run_config(
     environment of the process and is read as ``ROLLMESH_A__B=c``. Raises ConfigError, which names every invalid field,
     its value and the allowed ones.
     """
+    return load_config(RunConfig, path, overrides, os.environ if environ is None else environ)
+
+
+def load_config(kind: type[C], path: str | Path, overrides: Sequence[str], environ: Mapping[str, str]) -> C:
+    """Load and validate a file of any ``kind`` as ``load_run_config`` does a run file."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -56,7 +64,7 @@ def load_run_config(
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     try:
-        data = parse_yaml(text, RunConfig)
+        data = parse_yaml(text, kind)
     except DuplicateKeys as error:
         raise ConfigError(f"{file}: {error}; keep one of them") from error
     except yaml.YAMLError as error:
@@ -64,10 +72,10 @@ def load_run_config(
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: expected a mapping of sections at the top, got {type(data).__name__}")
     origins = {}
-    for keys, value, origin in _given(os.environ if environ is None else environ, overrides):
+    for keys, value, origin in _given(environ, overrides):
         origins[tuple(keys)] = origin
-        _set(data, keys, value, origin)
-    return validate_run_config(data, str(file), origins)
+        _set(kind, data, keys, value, origin)
+    return _validated(kind, data, str(file), origins)
 
 
 def _given(environ: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[list[str], str, str]]:
@@ -83,14 +91,14 @@ def _given(environ: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tup
         yield dotted.strip().split("."), value, f"--set {dotted.strip()}"
 
 
-def _set(data: dict[str, Any], keys: Sequence[str], text: str, origin: str) -> None:
+def _set(kind: type[Section], data: dict[str, Any], keys: Sequence[str], text: str, origin: str) -> None:
     node = data
     for key in keys[:-1]:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{origin}: {key} is a value, not a section")
     try:
-        node[keys[-1]] = text if keys[-1] in _SECRETS else field_value(RunConfig, keys, text)
+        node[keys[-1]] = text if keys[-1] in _SECRETS else field_value(kind, keys, text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: {text!r} is not a YAML value: {error}") from error
 
@@ -100,21 +108,21 @@ def text_override(field: str, text: object) -> str:
     return f"{field}={json.dumps(str(text), ensure_ascii=False)}"
 
 
-def validate_run_config(
-    data: Mapping[str, Any], origin: str, origins: Mapping[tuple[str, ...], str] | None = None
-) -> RunConfig:
-    """Validate a parsed run file; ``origin`` begins the error message.
+def validate_run_config(data: Mapping[str, Any], origin: str) -> RunConfig:
+    """Validate a parsed run file; ``origin`` begins the error message."""
+    return _validated(RunConfig, data, origin, {})
 
-    ``origins`` maps the keys of values from elsewhere, such as the environment, to their place.
-    """
+
+def _validated(kind: type[C], data: Mapping[str, Any], origin: str, origins: Mapping[tuple[str, ...], str]) -> C:
+    """Validate a parsed file; ``origins`` maps the keys of values from elsewhere (environment) to their place."""
     for path, half in half_characters(data):
-        raise ConfigError(f"{origin}: {'.'.join(path)}: {half}{_place(path, origins or {})}")
+        raise ConfigError(f"{origin}: {'.'.join(path)}: {half}{_place(path, origins)}")
     try:
-        return RunConfig.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
         lines = [f"{origin}: {error.error_count()} problem(s)"]
         for problem in error.errors():
-            lines.append(f"  {_problem(problem)}{_place(problem['loc'], origins or {})}")
+            lines.append(f"  {_problem(kind, problem)}{_place(problem['loc'], origins)}")
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -125,7 +133,7 @@ def _place(loc: Sequence[object], origins: Mapping[tuple[str, ...], str]) -> str
     return f", set by {' and '.join(found)}" if found and keys else ""
 
 
-def _problem(problem: ErrorDetails) -> str:
+def _problem(kind: type[Section], problem: ErrorDetails) -> str:
     """Format a problem: the field, the problem, and the value unless it is a secret or a whole section."""
     keys = [str(part) for part in problem["loc"]]
     where = ".".join(keys) or "(combination)"
@@ -135,15 +143,15 @@ def _problem(problem: ErrorDetails) -> str:
     hidden = isinstance(value, dict) or bool(_SECRETS.intersection(keys))
     seen = "" if hidden else f" (got {value!r})"
     if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key{_similar(keys)}{seen}"
+        return f"{where}: unknown key{_similar(kind, keys)}{seen}"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}{seen}"
 
 
-def _similar(keys: Sequence[str]) -> str:
+def _similar(kind: type[BaseModel], keys: Sequence[str]) -> str:
     """Return a hint for an unknown key: why there is none, the closest key of its section, or all keys."""
     if len(keys) == 2 and (reason := _LEFT_OUT.get((keys[0], keys[1]))):
         return f"; {reason}"
-    section: type[BaseModel] = RunConfig
+    section = kind
     for key in keys[:-1]:
         field = section.model_fields.get(key)
         if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
@@ -154,15 +162,15 @@ def _similar(keys: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(names)}"
 
 
-def run_file_text(config: RunConfig) -> str:
+def run_file_text(config: Section) -> str:
     """Return the resolved run file without its secrets."""
     data: Any = config.model_dump(mode="json")
-    for *sections, name in SECRETS:
+    for *sections, name in _secret_paths(type(config)):
         del reduce(getitem, sections, data)[name]
     return dump_yaml(data)
 
 
-def write_run_config(config: RunConfig, path: str | Path) -> None:
+def write_run_config(config: Section, path: str | Path) -> None:
     """Write the resolved run file without its secrets, for the services of the run.
 
     Services read the secrets from the environment, as ``secret_environment`` returns them.

@@ -20,7 +20,7 @@ class OptimizationConfig(Section):
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Length of the linear warm-up, in train steps."""
+    """Length of the linear warm-up, in train steps; step k of it has k / warmup_steps of the peak."""
     optimizer: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"
     """AdamW with moments in float32, in 8 bits (2 bytes a parameter instead of 8; one trainer process only), or in
     float32 in host memory (none on the GPU; 16 bytes a parameter cross the bus in an update, which is the same)."""

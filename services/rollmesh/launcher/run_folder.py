@@ -32,7 +32,7 @@ from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.config.fixed_settings import reason_to_keep
 from rollmesh.config.load import SECRETS
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.locks import LOCK_FILE, lock_file, lock_holder, lock_text
+from rollmesh.runtime.locks import locked_folder
 from rollmesh.runtime.logging import get_logger
 from rollmesh.scheduling.resolved_schedule import resolved_section
 from rollmesh.store.embedded import EmbeddedServer
@@ -85,17 +85,22 @@ class RunFolder:
 
 def make_run_folder(config: RunConfig) -> RunFolder:
     """Create the run folder of ``config`` unless it exists. Raises ConfigError when it cannot be created."""
-    folder = RunFolder(Path(config.folder).resolve())
-    if half_character(str(folder.path)):
-        shown = str(folder.path).encode("utf-8", "backslashreplace").decode()
+    return RunFolder(made_folder(config.folder, "logs"))
+
+
+def made_folder(name: str, inside: str) -> Path:
+    """Create the folder of the field ``folder``, with one inside, unless they exist. ConfigError if it cannot be."""
+    folder = Path(name).resolve()
+    if half_character(str(folder)):
+        shown = str(folder).encode("utf-8", "backslashreplace").decode()
         raise ConfigError(
-            f"folder={config.folder}: its path {shown} is not UTF-8 text, as files of the run must be; rename the "
+            f"folder={name}: its path {shown} is not UTF-8 text, as files of the run must be; rename the "
             "folder in it that is not, or name another one"
         )
     try:
-        folder.logs.mkdir(parents=True, exist_ok=True)
+        (folder / inside).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"folder={config.folder}: cannot be created: {error}") from error
+        raise ConfigError(f"folder={name}: cannot be created: {error}") from error
     return folder
 
 
@@ -108,22 +113,13 @@ def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name a
     with other settings.
     """
     folder = make_run_folder(config)
-    with (folder.path / LOCK_FILE).open("a+") as lock:
-        if not lock_file(lock):
-            holder = lock_holder(folder.path) or "pid unknown"
-            raise ConfigError(f"folder={folder.path}: another launcher ({holder}) runs there; {remedy}")
-        lock.truncate(0)
-        lock.write(lock_text())
-        lock.flush()
+    with locked_folder(folder.path, remedy):
         if folder.config_file.exists():
             changes = _refuse_other_settings(load_run_config(folder.config_file, environ={}), config, folder)
             folder = replace(folder, changes=changes)
         write_run_config(config.model_copy(update={"folder": str(folder.path)}), folder.config_file)
         record_code_folder(folder.path)
-        try:
-            yield folder
-        finally:
-            lock.truncate(0)
+        yield folder
 
 
 def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> tuple[str, ...]:

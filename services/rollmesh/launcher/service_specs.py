@@ -83,15 +83,10 @@ def service_spec(
     config: RunConfig, folder: RunFolder, environment: Mapping[str, str], service: str, index: int
 ) -> ServiceSpec:
     """Return the specification of one service process."""
-    # -P: a module of the user, such as redis.py, in the current folder hides no library.
-    interpreter = [sys.executable, "-P"]
-    if service == "trainer" and config.launcher.least_trainer_processes > 1:
-        ranks = str(config.launcher.trainer_processes)
-        interpreter += ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", ranks]
-        interpreter += ["--no-python", sys.executable, "-u", "-P"]
+    ranks = config.launcher.least_trainer_processes if service == "trainer" else 1
     teacher = next((name for name in config.teachers if teacher_service(name) == service), None)
     called = [service, str(folder.config_file)] if teacher is None else ["teacher", str(folder.config_file), teacher]
-    command = [*interpreter, "-m", "rollmesh.cli.main", *called]
+    command = [*rollmesh_command(ranks), *called]
     command += ["--index", str(index), "--supervised-by", str(os.getpid())]
     final_errors = {"ConfigError", "DataError"}
     if service == "trainer":
@@ -109,6 +104,16 @@ def service_spec(
         vital=service != "gateway" and (service != "agents" or config.rollout.program == "agent"),
         final_errors=frozenset(final_errors),
     )
+
+
+def rollmesh_command(ranks: int = 1) -> list[str]:
+    """Return the command ``rollmesh`` of this interpreter, in as many ranks below one torchrun if there are several."""
+    # -P: a module of the user, such as redis.py, in the current folder hides no library.
+    interpreter = [sys.executable, "-P"]
+    if ranks > 1:
+        interpreter += ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+        interpreter += ["--no-python", sys.executable, "-u", "-P"]
+    return [*interpreter, "-m", "rollmesh.cli.main"]
 
 
 def with_mesh_token(config: RunConfig, folder: RunFolder) -> RunConfig:

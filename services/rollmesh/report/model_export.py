@@ -109,9 +109,9 @@ def _fill(folder: Path, run: RecordedRun, policy: VerifiedPolicy) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(policy.folder / file.path, target)
     else:
-        from rollmesh.trainer.learner.policy_scorer import write_merged
+        from rollmesh.trainer.learner.policy_scorer import write_merged_policy
 
-        write_merged(policy, folder)
+        write_merged_policy(policy, folder)
         full = policy.base.manifest
         manifest = manifest.model_copy(update={"parameter_count": full.parameter_count, "dtype": full.dtype})
     if run.config is not None and not (folder / _SAMPLING_FILE).exists():

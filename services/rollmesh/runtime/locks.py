@@ -6,6 +6,8 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -114,3 +116,19 @@ def lock_file(file: IO[str], *, wait: bool = False) -> bool:
             "or mount this one with locks (NFS: version 4, or lockd; Lustre: -o flock)"
         ) from error
     return True
+
+
+@contextmanager
+def locked_folder(folder: Path, remedy: str) -> Iterator[None]:
+    """Hold the lock of a run folder. Raises ConfigError, which ends with the ``remedy``, if another launcher does."""
+    with (folder / LOCK_FILE).open("a+") as lock:
+        if not lock_file(lock):
+            holder = lock_holder(folder) or "pid unknown"
+            raise ConfigError(f"folder={folder}: another launcher ({holder}) runs there; {remedy}")
+        lock.truncate(0)
+        lock.write(lock_text())
+        lock.flush()
+        try:
+            yield
+        finally:
+            lock.truncate(0)

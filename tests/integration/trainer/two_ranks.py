@@ -16,7 +16,7 @@ WORLD = 2
 
 
 class TwoRanks:
-    """Two processes of ``tests/integration/trainer/<script>.py`` and the store at which they meet."""
+    """Two processes of ``tests/integration/trainer/<script>.py``, or of a module, and the store at which they meet."""
 
     def __init__(
         self,
@@ -25,6 +25,7 @@ class TwoRanks:
         output: Callable[[int], Path],
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        module = script if "." in script else f"tests.integration.trainer.{script}"
         # As with torchrun, the store is there before the ranks: a port that was only looked up may be taken.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
@@ -41,7 +42,7 @@ class TwoRanks:
         self._ranks = [
             # Each with its own order of sets, as separate processes have.
             template(*TRAINER, seed=rank).start(
-                f"tests.integration.trainer.{script}",
+                module,
                 [str(a) for a in arguments],
                 output=output(rank),
                 environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},

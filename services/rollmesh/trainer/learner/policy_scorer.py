@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -190,31 +191,41 @@ def load_published(policy: VerifiedPolicy, *, dtype: torch.dtype, device: torch.
     """Load a published policy in ``dtype``, its adapter applied. Raises CheckpointError if it does not fit its base."""
     if policy.base is None:
         return load_policy_model(policy.folder, dtype=dtype, device=device)
-    adapter = read_adapter_settings(policy.folder)
+    return load_adapted(policy.folder, ModelSource(folder=policy.base.folder), dtype=dtype, device=device)
+
+
+def load_adapted(folder: Path, base: ModelSource, *, dtype: torch.dtype, device: torch.device) -> PolicyModel:
+    """Load the adapter in a PEFT folder above a base. Raises CheckpointError if it does not fit."""
+    source = replace(base, adapter=read_adapter_settings(folder), half_base=False)
     try:
-        model = ModelSource(folder=policy.base.folder, adapter=adapter).load(dtype=dtype, device=device)
+        model = source.load(dtype=dtype, device=device)
     except ConfigError as error:
-        problem = f"{policy.folder}: the adapter does not fit its base: {error}"
+        problem = f"{folder}: the adapter does not fit its base: {error}"
         raise CheckpointError(problem, reason=Reason.FOREIGN_ARCHITECTURE) from error
     tensors = {name: parameter.detach() for name, parameter in model.trained_parameters().items()}
-    with safe_open(policy.folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
+    with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
         different = sorted(set(file.keys()) ^ tensors.keys())
     if different:
         raise CheckpointError(
-            f"{policy.folder / ADAPTER_WEIGHTS_FILE}: its tensors are not A and B of the adapted layers: "
+            f"{folder / ADAPTER_WEIGHTS_FILE}: its tensors are not A and B of the adapted layers: "
             f"{different[0]} ({len(different)} in total)",
             reason=Reason.FOREIGN_ARCHITECTURE,
         )
-    load_weights(policy.folder, tensors)
+    load_weights(folder, tensors)
     return model
 
 
-def write_merged(policy: VerifiedPolicy, folder: Path) -> None:
-    """Write an adapter and its base as one folder in the dtype of the base; their sum is computed in float32."""
+def write_merged_policy(policy: VerifiedPolicy, folder: Path) -> None:
+    """Write a published adapter and its base as one folder in the dtype of the base (``write_merged``)."""
     if policy.base is None:
         raise ValueError(f"{policy.folder}: full weights have no adapter to merge")
-    model = load_published(policy, dtype=torch.float32, device=torch.device("cpu"))
+    dtype = _DTYPES.get(policy.base.manifest.dtype, torch.float32)
+    write_merged(policy.folder, ModelSource(folder=policy.base.folder), folder, dtype)
+
+
+def write_merged(adapter: Path, base: ModelSource, folder: Path, dtype: torch.dtype) -> None:
+    """Write the adapter in a PEFT folder and its base as one folder in ``dtype``; their sum is computed in float32."""
+    model = load_adapted(adapter, base, dtype=torch.float32, device=torch.device("cpu"))
     merge_adapter(model.causal_lm)
     weights = {name: parameter.detach() for name, parameter in model.base_parameters().items()}
-    dtype = _DTYPES.get(policy.base.manifest.dtype, torch.float32)
-    write_policy_folder(folder, weights, dtype, policy.base.folder, model.config)
+    write_policy_folder(folder, weights, dtype, base.folder, model.config)

@@ -132,7 +132,8 @@ class _Scores(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         ctx.save_for_backward(hidden, weight, bias)
         ctx.rest = columns, options, dtype
-        logprobs, entropy = hidden.new_zeros((2, len(hidden)), dtype=_full(dtype))
+        # Not two rows of one tensor: FSDP2 warns of views in each pass without a gradient.
+        logprobs, entropy = (hidden.new_zeros(len(hidden), dtype=_full(dtype)) for _ in range(2))
         with torch.autocast(kind, enabled=False):
             head = _Head(weight, bias, dtype, options, len(hidden))
             for part in head.parts:

@@ -22,7 +22,7 @@ from rollmesh.config.model import AdapterConfig
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.trainer.learner.policy_files import WriteWeights
-from rollmesh.trainer.learner.policy_scorer import PolicyScorer, write_merged
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer, write_merged_policy
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
 from ....kit.made_batches import random_batch
@@ -124,7 +124,7 @@ def test_a_reader_in_float64_measures_the_resolution_of_an_adapter(published: Pu
 
 
 def test_the_merged_folder_is_the_adapted_policy(published: Published, tmp_path: Path) -> None:
-    write_merged(published.policy(), tmp_path / "merged")
+    write_merged_policy(published.policy(), tmp_path / "merged")
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     for ids, expected in zip(IDS, published.trainer.logprobs(IDS), strict=True):

@@ -1,0 +1,98 @@
+"""The train step of supervised fine-tuning: mean cross-entropy of the target tokens of a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmesh.config.sft_config import SftTrainerConfig
+from rollmesh.sft.row_batches import token_batch
+from rollmesh.sft.rows import SftRow
+from rollmesh.trainer.learner.forward_backward import gradient_pass, score_batch
+from rollmesh.trainer.learner.packing import MicroBatch
+from rollmesh.trainer.learner.policy_learner import PolicyLearner
+from rollmesh.trainer.learner.policy_state import apply_update, learning_rate, set_hyperparameters
+
+_EVALUATED_ROWS = 256
+"""Rows that are packed together for an evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftStep:
+    """Report of one train step."""
+
+    train_step: int
+    loss: float
+    """Nats per target token, before the update."""
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    applied: bool
+    """False if the gradient was not finite, which changes no weights."""
+    rows: int
+    trained_tokens: int
+    """Target tokens."""
+    forward_tokens: int
+    """Tokens in the forward passes, a shared beginning once."""
+    microbatches: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class SftTrainer:
+    """A learner that trains on rows. Every rank must make the same calls."""
+
+    learner: PolicyLearner
+    config: SftTrainerConfig
+    train_steps: int
+    """Length of the run, for the schedule of the learning rate."""
+    seed: int
+    train_step: int = 0
+    """Number of batches that the policy was trained on."""
+
+    def train(self, rows: Sequence[SftRow]) -> SftStep:
+        """Train on one batch. The same step on the same rows and weights gives the same weights."""
+        begin, step, learner = time.perf_counter(), self.train_step + 1, self.learner
+        rate = learning_rate(self.config, step, self.train_steps)
+        set_hyperparameters(
+            learner.optimizer, rate=rate, betas=self.config.betas, weight_decay=self.config.weight_decay
+        )
+        if learner.model.has_dropout:
+            torch.manual_seed((self.seed << 32 ^ step) % 2**63)  # a repeated step drops the same inputs
+        batch = token_batch(rows)
+        count = int(batch.policy_mask.sum())
+
+        def loss_of(_: MicroBatch, logprobs: Tensor) -> Tensor:
+            return -logprobs.sum() / count
+
+        every = np.arange(len(rows))
+        done = gradient_pass(learner.model, learner.compute, batch, every, loss_of, count, entropy=False)
+        norm, applied = apply_update(learner.optimizer, self.config.max_grad_norm)
+        self.train_step = step
+        return SftStep(
+            train_step=step,
+            loss=done.loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            applied=applied,
+            rows=len(rows),
+            trained_tokens=count,
+            forward_tokens=done.forward_tokens,
+            microbatches=done.microbatches,
+            seconds=time.perf_counter() - begin,
+        )
+
+    def evaluate(self, rows: Sequence[SftRow]) -> float:
+        """Return the loss of held-out rows, in nats per target token over all of them."""
+        total = count = 0.0
+        for start in range(0, len(rows), _EVALUATED_ROWS):
+            batch = token_batch(rows[start : start + _EVALUATED_ROWS])
+            every = np.arange(len(batch.starts) - 1)
+            total -= float(score_batch(self.learner.model, self.learner.compute, batch, every).sum())
+            count += int(batch.policy_mask.sum())
+        return total / count

@@ -1,0 +1,155 @@
+"""``rollmesh sft`` as a user types it: killed, stopped, in two ranks, and with a wrong file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.cli.common import EXIT_STOPPED
+from rollmesh.cli.main import app
+from rollmesh.runtime.locks import locked_folder
+
+from ...kit.demonstration_rows import sft_file
+from ...kit.waiting import until
+from ...kit.warm import TRAINER as TRAINER_IMPORTS
+from ...kit.warm import WarmProcess, template
+from ..trainer.two_ranks import TwoRanks
+
+TRAINER = {"epochs": 2, "lr_schedule": "cosine", "evaluation_every_steps": 4, "state_every_steps": 2}
+
+
+def start_warm(file: Path) -> WarmProcess:
+    """The command without the seconds of its imports."""
+    modules = ("rollmesh.cli.main", "rollmesh.sft.fine_tuning", TRAINER_IMPORTS[-1])
+    output = file.with_suffix(".log")
+    return template(*modules).start("rollmesh.cli.main", ["sft", str(file)], output=output, environment=os.environ)
+
+
+def start(file: Path) -> subprocess.Popen[str]:
+    command = [str(Path(sys.executable).parent / "rollmesh"), "sft", str(file)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], status: int = 0) -> str:
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == status, text
+    return text
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def until_step(process: subprocess.Popen[str] | WarmProcess, folder: Path, step: int) -> None:
+    """Wait until the line of a step is there, or the process has ended."""
+
+    def there() -> bool:
+        return process.poll() is not None or any(line["train_step"] >= step for line in lines(folder)[-1:])
+
+    until(there, f"step {step}")
+
+
+def losses(folder: Path) -> list[tuple[int, float | None, float | None]]:
+    found = lines(folder)
+    return [(x["train_step"], x.get("loss"), x["evaluation"] and x["evaluation"]["loss"]) for x in found]
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
+    whole = CliRunner().invoke(app, ["sft", str(sft_file(tmp_path, "whole", trainer=TRAINER))])
+    assert whole.exit_code == 0, whole.output
+    assert f"trained model: {tmp_path / 'whole' / 'model'}" in whole.stdout
+    assert "step 12/12  loss of 16 held-out rows 0." in whole.stdout
+    file = sft_file(tmp_path, "killed", trainer=TRAINER)
+    for step in (1, 3, 8):
+        process = start_warm(file)
+        until_step(process, tmp_path / "killed", step)
+        process.kill()
+        assert process.wait(300) == -signal.SIGKILL
+    assert start_warm(file).wait(300) == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert models[0] == models[1]
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    trainer = {**TRAINER, "epochs": 1, "tokens_per_microbatch": 256}
+    file = sft_file(tmp_path, "ranks", trainer=trainer)
+    (tmp_path / "ranks").mkdir()
+    ranks = TwoRanks(
+        "rollmesh.cli.main",
+        *("sft", file, "--supervised-by", str(os.getpid())),
+        output=lambda rank: tmp_path / f"rank-{rank}",
+    )
+    assert ranks.wait(300) == 0, (tmp_path / "rank-0").read_text()
+    assert "step 6/6" in (tmp_path / "rank-0").read_text()
+    alone = CliRunner().invoke(app, ["sft", str(sft_file(tmp_path, "alone", trainer=trainer))])
+    assert alone.exit_code == 0, alone.output
+    assert_equal(tmp_path / "ranks", tmp_path / "alone")
+
+
+def assert_equal(ranks: Path, alone: Path) -> None:
+    """The losses of two ranks are those of one process, but for the order of the sums."""
+    for ours, theirs in zip(losses(ranks), losses(alone), strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-5)
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_the_ranks_of_torchrun_after_their_step_and_they_continue(tmp_path: Path) -> None:
+    trainer = {**TRAINER, "tokens_per_microbatch": 256}
+    ranks = sft_file(tmp_path, "ranks", trainer=trainer, launcher={"trainer_processes": 2})
+    process = start(ranks)
+    until_step(process, tmp_path / "ranks", 3)
+    os.kill(process.pid, signal.SIGINT)
+    assert "stopped; the same command continues this run" in finish(process, EXIT_STOPPED)
+    before = len(lines(tmp_path / "ranks"))
+    assert 3 < before <= 12
+    assert f"continuing after train step {before - 1} of 12" in finish(start(ranks))
+    alone = CliRunner().invoke(app, ["sft", str(sft_file(tmp_path, "alone", trainer=trainer))])
+    assert alone.exit_code == 0, alone.output
+    assert_equal(tmp_path / "ranks", tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"trainer": {"epochs": 2, "train_steps": 5}}, "trainer: epochs=2 with train_steps=5: set one of them"),
+        ({"trainer": {"learning_rat": 1e-3}}, "trainer.learning_rat: unknown key; did you mean learning_rate?"),
+        ({"trainer": {"batch_rows": 0}}, "trainer.batch_rows: Input should be greater than or equal to 1 (got 0)"),
+        ({"data": {"train": []}}, "data.train: Tuple should have at least 1 item"),
+        ({"data": {"train": ["absent.jsonl"]}}, "absent.jsonl: cannot be read: No such file"),
+        ({"data": {"max_tokens": 8}}, "train.jsonl:1: "),
+        ({"model": {"path": "absent"}}, "model.path=absent: absent contains no config.json"),
+        ({"launcher": {"trainer_processes": 0}}, "launcher.trainer_processes: Input should be greater"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_wrong_file_is_one_message_with_field_and_remedy(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["sft", str(sft_file(tmp_path, **fields))])
+    assert shown.exit_code == 2
+    assert words in shown.stderr, shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.long
+def test_ranks_say_once_what_is_wrong(tmp_path: Path) -> None:
+    file = sft_file(tmp_path, data={"max_tokens": 8}, launcher={"trainer_processes": 2})
+    text = finish(start(file), 2)
+    assert text.count("more than the context of 8; shorten or leave out the row") == 1
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with locked_folder(tmp_path / "run", ""):
+        shown = CliRunner().invoke(app, ["sft", str(sft_file(tmp_path))])
+    assert shown.exit_code == 2
+    assert "another launcher (pid" in shown.stderr
+    assert "stop it first, or name another folder" in shown.stderr
