@@ -8,6 +8,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS
 
@@ -28,6 +29,8 @@ from .injections import (
     stall_service,
 )
 from .short_run import SESSION_TTL_SECONDS, TRAIN_STEPS
+
+TEACHER = "wise"
 
 
 class Cost(Enum):
@@ -113,6 +116,15 @@ def _with_adapter(fault: Fault) -> Fault:
     return replace(fault, name=f"{fault.name}, adapter", settings=settings)
 
 
+def _with_teacher(fault: Fault) -> Fault:
+    """Return the fault in a run that also learns from a teacher: the model that the run began with."""
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "teachers": {TEACHER: {"model": "recipe:countdown", "top_k": 4}},
+        "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 0.01, "with_reward": True}}},
+    }
+    return replace(fault, name=f"{fault.name}, taught", settings=settings)
+
+
 def _with_deltas(fault: Fault) -> Fault:
     """Return the fault in a run whose policies are deltas in a bucket: updates so small keep most bits of a weight."""
     settings: Mapping[str, Mapping[str, Any]] = {
@@ -189,6 +201,10 @@ FAULTS: tuple[Fault, ...] = (
     _with_adapter(_kill_trainer("while it publishes", "checkpoints/policies/*")),
     _with_adapter(Fault("kill -9 generator", partial(kill_service, service="generator"))),
     _with_adapter(_kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED")),
+    _with_teacher(Fault("kill -9 teacher", partial(kill_service, service=teacher_service(TEACHER)), Cost.NOTHING)),
+    _with_teacher(Fault("kill -9 rollout", partial(kill_service, service="rollout"))),
+    _with_teacher(_kill_trainer("between batch file and training", "checkpoints/batches/*.pb")),
+    _with_teacher(_kill_redis(", cut 64 KiB of its AOF", lost_bytes=65536)),
     _with_deltas(_kill_trainer("while it uploads", "checkpoints/.deltas/*")),
     _with_deltas(Fault("delete the policies of the node, kill -9 generator", lose_policies)),
     _with_deltas(_kill_trainer("between state and publication", "checkpoints/states/*/COMMITTED")),

@@ -46,6 +46,7 @@ from rollmesh.report.ledger_check import (
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.rescore import MISSING, PRUNED, PublishedPolicies, rescore
 from rollmesh.report.series import train_series
+from rollmesh.report.teacher_columns import TaughtTrajectories, check_columns, column_problems
 from rollmesh.types import PolicyRecord
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ def _audit(
     with Progress(console=progress, transient=True, disable=progress is None or not progress.is_terminal) as bars:
         reading = bars.add_task("reading batch files", total=max(committed, 0))
         advance = partial(bars.advance, reading)
-        trained, damaged = read_batches(store, committed, rule, train_steps, advance, replay_rule)
+        taught = TaughtTrajectories({} if config is None else config.teachers)
+        trained, damaged = read_batches(store, committed, rule, train_steps, advance, replay_rule, taught.add)
         scoring = bars.add_task("re-scoring policy versions", total=len(trained.pure_segments))
         keep_last = None if config is None else config.checkpoints.keep_last
         rescoring = rescore(
@@ -169,6 +171,7 @@ def _audit(
         max_staleness=folder.max_staleness,
         copies_note="" if copies is None else _copies_note(copies),
         rescoring=rescoring,
+        teachers=check_columns(taught, config),
     )
     result = _with_queue(_with_counts(result, trained), account, trained)
     failed = tuple(problems(result, folder, {} if copies is None else copies.damaged))
@@ -281,6 +284,7 @@ def problems(result: AuditResult, run: RecordedRun, damaged_copies: Mapping[str,
         yield f"{len(result.lost)} admitted group(s) are lost: {listed(result.lost)}"
     if result.rescoring is not None:
         yield from rescoring_problems(result.rescoring)
+    yield from column_problems(result.teachers)
 
 
 def unchecked(rescoring: Rescoring, on_new_version: str | None) -> Iterator[str]:

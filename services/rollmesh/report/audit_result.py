@@ -153,6 +153,30 @@ class Rescoring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherCheck:
+    """Columns of one teacher in the batch files."""
+
+    teacher: str
+    manifest_digests: tuple[str, ...]
+    """Digests of the models that computed them; one in a sound run."""
+    columns: int
+    tokens: int
+    missing: tuple[str, ...] = ()
+    """Trajectories of its prompts without a column of it."""
+    unsound: tuple[str, ...] = ()
+    """Trajectories whose column has another number of scores than they have tokens, or scores that are not finite."""
+    checked_columns: int = 0
+    """Columns of a random sample that were computed again with its model."""
+    checked_tokens: int = 0
+    largest_gap: float | None = None
+    """Largest gap of these, in nats; None if none was computed again."""
+    over_bound: int = 0
+    """Log-probabilities over the bound of its dtype beyond rounding."""
+    note: str = ""
+    """Reason why none was computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditResult:
     """Result of an audit; counts come from batch files and committed trainer states unless stated otherwise."""
 
@@ -208,6 +232,8 @@ class AuditResult:
     dropped_and_trained: tuple[str, ...] = ()
     """Groups that the ledger lists as dropped although a batch file contains them; they count as trained."""
     rescoring: Rescoring | None = None
+    teachers: tuple[TeacherCheck, ...] = ()
+    """Columns of each teacher; empty in a run without teachers."""
     problems: tuple[str, ...] = ()
     """Descriptions of the failed checks; empty when green."""
     unchecked: tuple[str, ...] = ()

@@ -196,12 +196,14 @@ def read_batches(
     train_steps: Mapping[int, int],
     advance: Callable[[], None],
     replay_rule: ReplayRule | None = None,
+    count: Callable[[Batch], None] = lambda _: None,
 ) -> tuple[Trained, dict[int, str]]:
     """Count over the batch files of steps 1 to ``committed``; return (counts, reason by step without a valid file).
 
     Later files belong to steps that are not committed yet: they are read completely, but only the locations of their
     groups and trajectories count. ``train_steps`` contains the train step of every known policy version. ``advance`` is
-    called after each file up to ``committed``. Draws are compared with the settings of ``replay_rule``.
+    called after each file up to ``committed``, ``count`` with its batch. Draws are compared with the settings of
+    ``replay_rule``.
     """
     trained = Trained(replays=Replays(rule=replay_rule))
     damaged: dict[int, str] = {}
@@ -217,6 +219,7 @@ def read_batches(
             trained.replays.add(stored, counted=step <= committed)
             if step <= committed:
                 count_batch(trained, stored.batch, rule, train_steps)
+                count(stored.batch)
         if step <= committed:
             advance()
     return trained, damaged

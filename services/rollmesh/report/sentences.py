@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring
+from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring, TeacherCheck
 from rollmesh.report.console import count, domain_scores, duration, fewer_prompts, gap, listed, percent, plus_minus
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.series import EvaluationPoint, seconds_of_training
@@ -273,7 +273,20 @@ def audit_claims(audit: AuditResult) -> list[str]:
         claims.append(f"bucket: {audit.copies_note}")
     if audit.rescoring is not None:
         claims.append(rescoring_claim(audit.rescoring))
+    claims += [_teacher_claim(check) for check in audit.teachers]
     return claims
+
+
+def _teacher_claim(check: TeacherCheck) -> str:
+    """Describe the columns of a teacher, and those that were computed again."""
+    digests = listed([digest[:12] for digest in check.manifest_digests]) or "none"
+    claim = f"teacher {check.teacher} ({digests}): {check.columns:,} columns, {check.tokens:,} tokens"
+    if check.largest_gap is None:
+        return f"{claim}; none computed again: {check.note}"
+    return (
+        f"{claim}; {check.checked_tokens:,} tokens of {check.checked_columns} columns computed again, largest gap "
+        f"{gap(check.largest_gap)} nats"
+    )
 
 
 def rescoring_claim(rescoring: Rescoring) -> str:

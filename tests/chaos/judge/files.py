@@ -46,6 +46,17 @@ class RecordedSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedColumn:
+    """Scores of a trajectory under a teacher."""
+
+    teacher: str
+    digest: str
+    logprobs: npt.NDArray[np.float32]
+    top_logprobs: npt.NDArray[np.float32]
+    """Of the most likely tokens, those of the first response token first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTrajectory:
     """One trajectory of a batch file."""
 
@@ -57,6 +68,8 @@ class RecordedTrajectory:
     segments: tuple[RecordedSegment, ...]
     scored: bool
     reward: float
+    columns: tuple[RecordedColumn, ...] = ()
+    """Columns of teachers: one, or none in a run without teachers."""
 
     @property
     def written(self) -> tuple[RecordedSegment, ...]:
@@ -197,6 +210,16 @@ def _trajectory(values: Mapping[int, list[Any]]) -> RecordedTrajectory:
         segments=tuple(_segment(fields(segment)) for segment in values.get(5, ())),
         scored=7 in values,
         reward=_float(values, 8),
+        columns=tuple(_column(fields(column)) for column in values.get(12, ())),
+    )
+
+
+def _column(values: Mapping[int, list[Any]]) -> RecordedColumn:
+    return RecordedColumn(
+        teacher=_text(values, 1),
+        digest=_text(values, 2),
+        logprobs=_array(values, 3, _FLOAT32, np.float32),
+        top_logprobs=_array(values, 6, _FLOAT32, np.float32),
     )
 
 

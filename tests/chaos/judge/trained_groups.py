@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .files import BatchFile, RecordedTrajectory, RunFiles, SealedFolder
 
 _LAG_STEPS = 4
@@ -51,6 +53,7 @@ def examine(run: RunFiles) -> TrainedGroups:
         *_policies(run, named),
         *_totals(run, newest, named),
         *_left_behind(run, committed),
+        *_columns(run),
     ]
     return TrainedGroups(committed=committed, train_steps=named, problems=tuple(found))
 
@@ -197,6 +200,28 @@ def _left_behind(run: RunFiles, committed: int) -> Iterator[str]:
     dropped = sum(run.metrics[-1]["mesh"]["dropped_groups"].values()) if run.metrics else 0
     if len(absent) > dropped + group_rules(run.config).most_aside:
         yield f"{len(absent)} groups admitted before train step {early.train_step} are lost: {', '.join(absent[:5])}"
+
+
+def _columns(run: RunFiles) -> Iterator[str]:
+    """Check that every trajectory has one column of a teacher, as long as the response, and a teacher one digest."""
+    teachers = run.config.get("teachers") or {}
+    digests: dict[str, set[str]] = {}
+    wrong = []
+    for trajectory in _trajectories(run):
+        tokens = sum(len(segment.token_ids) for segment in trajectory.segments)
+        for column in trajectory.columns:
+            digests.setdefault(column.teacher, set()).add(column.digest)
+        if len(trajectory.columns) != bool(teachers) or not all(
+            column.teacher in teachers
+            and len(column.logprobs) == tokens
+            and len(column.top_logprobs) == tokens * teachers[column.teacher].get("top_k", 0)
+            and np.isfinite([column.logprobs.sum(), column.top_logprobs.sum()]).all()
+            for column in trajectory.columns
+        ):
+            wrong.append(trajectory.trajectory_id)
+    if wrong:
+        yield f"{len(wrong)} trajectories do not have one sound column of a teacher: {', '.join(wrong[:5])}"
+    yield from (f"teacher {name} had {len(found)} models" for name, found in digests.items() if len(found) > 1)
 
 
 def _trajectories(run: RunFiles) -> Iterable[RecordedTrajectory]:

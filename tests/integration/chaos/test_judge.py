@@ -11,18 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.mesh import Cursor
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
+from rollmesh.types import Batch, Group, Segment, SegmentSource, TeacherColumn, Trajectory
 
 from ...chaos.judge import judge
 from ...kit.checkpoint_samples import flip, write_batch
 from ...kit.made_batches import sets_of
-from ..report.made_checkpoints import GROUPS, STEPS, MadeRun, make_audited_run
+from ..report.made_checkpoints import GROUPS, STEPS, MadeRun, make_audited_run, rewritten
 
 pytestmark = pytest.mark.long
 
@@ -221,6 +223,27 @@ def test_tokens_of_another_version_than_they_name_are_found(run: Any) -> None:
 
     run.replace_batch(6, with_member(with_segments(rename)))
     assert the_problem(run).startswith("policy version 4: a log-probability is ")
+
+
+def with_column(trajectory: Trajectory, digest: str = "ab" * 32, missing: int = 0) -> Trajectory:
+    """A trajectory with a column of a teacher, which lacks so many of its scores."""
+    logprobs = -np.ones(trajectory.response_token_count - missing, np.float32)
+    column = TeacherColumn(teacher="wise", manifest_digest=digest, logprobs=logprobs)
+    return dataclasses.replace(trajectory, teacher=column)
+
+
+def test_a_missing_a_short_and_a_foreign_column_of_a_teacher_are_found(run: Any) -> None:
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    config["teachers"] = {"wise": {"model": "recipe:countdown"}}
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(config))
+    run.replace_batches(rewritten(with_column))
+    assert judge(run.folder).problems == ()
+    run.replace_batch(2, with_member(lambda t: dataclasses.replace(t, teacher=None)))
+    run.replace_batch(3, with_member(lambda t: with_column(t, missing=1)))
+    assert the_problem(run) == "2 trajectories do not have one sound column of a teacher: e0-2.0, e0-4.0"
+    run.replace_batches(rewritten(with_column))
+    run.replace_batch(3, with_member(lambda t: with_column(t, "cd" * 32)))
+    assert the_problem(run) == "teacher wise had 2 models"
 
 
 def test_a_run_of_which_nothing_can_be_scored_is_not_sound(run: Any) -> None:

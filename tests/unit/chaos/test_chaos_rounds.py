@@ -98,6 +98,7 @@ def test_every_round_has_a_valid_run_file(fault: Fault, tmp_path: Path) -> None:
     assert fault.preset == "copris" or fault.name.endswith(f", {fault.preset}")
     assert (config.model.adapter is not None) is fault.name.endswith(", adapter")
     assert fault.in_bucket is fault.name.endswith(", deltas")
+    assert bool(config.teachers) is fault.name.endswith(", taught")
     assert (config.checkpoints.anchor_every_versions > 1) is fault.in_bucket
 
 
@@ -133,6 +134,6 @@ def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:
     assert [fault.name for fault in faults_named("kill -9 generator")] == ["kill -9 generator"]
     assert faults_named(None) == list(FAULTS)
-    assert len({fault.name for fault in FAULTS}) == 41
+    assert len({fault.name for fault in FAULTS}) == 45
     with pytest.raises(ConfigError, match="choose one of: .*kill -9 generator; .*flip a byte of the newest policy"):
         faults_named("kill -9 generators")
