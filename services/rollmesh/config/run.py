@@ -111,6 +111,13 @@ class RunConfig(Section):
 
 def _teacher_problems(config: RunConfig) -> Iterator[str]:
     yield from teacher_problems(config.teachers, config.data.domains)
+    for name, teacher in config.teachers.items():
+        if teacher.engine == "sglang" and config.rollout.temperature not in (0, 1):
+            yield (
+                f"teachers.{name}.engine=sglang with rollout.temperature={config.rollout.temperature:g}: an SGLang "
+                "server gives log-probabilities of given tokens at temperature 1 only; set rollout.temperature=1, or "
+                "engine=torch"
+            )
     if config.teachers and (config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p):
         yield "teachers: score the full distribution; leave out rollout.top_p, rollout.top_k and rollout.min_p"
     if config.teachers and config.rollout.temperature == 0:

@@ -53,6 +53,8 @@ class TeacherConfig(Section):
     def _it_has_weights(self) -> Self:
         if self.model is None and self.address is None:
             raise ValueError("model: set the folder of the teacher's model, or the address of its services")
+        if self.engine == "sglang" and (reason := self.sglang.problem("device", self.device)):
+            raise ValueError(f"device={self.device}: {reason}")
         return self
 
 

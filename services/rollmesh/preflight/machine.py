@@ -41,7 +41,9 @@ def check_machine(config: RunConfig, memory: ModelMemory) -> None:
         if not _is_installed(package):
             raise ConfigError(f"{field}: requires the package {package}: pip install 'rollmesh[{extra}]'")
     # Another driver than NVIDIA's or AMD's is left to torch.
-    for field, device in (("generator.device", config.generator.device), ("trainer.device", config.trainer.device)):
+    teachers = ((f"teachers.{n}.device", each.device) for n, each in config.teachers.items() if each.address is None)
+    devices = (("generator.device", config.generator.device), ("trainer.device", config.trainer.device), *teachers)
+    for field, device in devices:
         if device == "cuda" and sys.platform == "linux" and not has_gpu():
             raise ConfigError(f"{field}=cuda: this machine has no GPU device; set auto or cpu, or start it elsewhere")
     _check_cache(config, memory)

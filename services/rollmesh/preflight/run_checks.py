@@ -10,7 +10,7 @@ from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.config.rollout import RewardConfig
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError
-from rollmesh.generator.engines import ENGINES
+from rollmesh.generator.engines import ENGINES, check_sglang
 from rollmesh.preflight.advice import Estimate, estimate, run_hints
 from rollmesh.preflight.machine import check_machine, check_redis, port_notes
 from rollmesh.preflight.run_model import ModelMemory, RunModel
@@ -66,6 +66,8 @@ def check_run(config: RunConfig, *, tries_inputs: bool = True, asks_redis: bool 
         for name, teacher in config.teachers.items():
             if teacher.address is None:
                 read_teacher_model(config, name)
+                if teacher.engine == "sglang":
+                    check_sglang(teacher.sglang, f"teachers.{name}.sglang")
         ENGINES[config.generator.engine].check_machine(config)
     if config.rollout.program == "environment":
         _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rollmesh.config import RunConfig
 from rollmesh.config.teachers import teacher_service
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.runtime.addresses import advertised, bind_host, host_port
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.lifecycle import Shutdown, many_imports, wait_or_shutdown
 from rollmesh.runtime.service_host import service_host
-from rollmesh.teacher.teacher_engine import TeacherEngine
+from rollmesh.teacher.teacher_engine import ScoreRequest, TeacherEngine, check_scores
 from rollmesh.teacher.teacher_metrics import TeacherMetrics
 from rollmesh.teacher.teacher_model import TeacherModel, keep_digest, manifest_digest, read_teacher_model, teacher_of
 from rollmesh.teacher.teacher_service import SERVICE_NAME, ServedTeacher, TeacherService
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 
+if TYPE_CHECKING:
+    from rollmesh.teacher.embedded_engine import EmbeddedEngine
+
 _BEAT_SECONDS = 2.0
 _DEADLINE_SECONDS = 30.0
+_TRIAL_TOKENS = 8
 
 
 async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str) -> None:
@@ -37,7 +44,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str)
         digest = await asyncio.to_thread(manifest_digest, model.folder)
         if config.network.shared_folder:
             keep_digest(config, name, digest)
-        engine = await host.stack.enter_async_context(_engine(config, name, model))
+        engine = await host.stack.enter_async_context(_engine(config, name, index, model))
         teacher = ServedTeacher(
             name=name,
             manifest_digest=digest,
@@ -45,6 +52,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str)
             vocab_size=model.vocab_size,
             policy_vocab_size=model.policy_vocab_size,
             context_token_count=config.generator.max_context_tokens,
+            only_temperature=1.0 if config.teachers[name].engine == "sglang" else None,
         )
         server = create_server(host.security)
         service = TeacherService(teacher, engine, TeacherMetrics(host.metrics, name))
@@ -67,8 +75,40 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str)
 
 
 @asynccontextmanager
-async def _engine(config: RunConfig, name: str, model: TeacherModel) -> AsyncIterator[TeacherEngine]:
-    """Run the embedded engine within the block."""
+async def _engine(config: RunConfig, name: str, index: int, model: TeacherModel) -> AsyncIterator[TeacherEngine]:
+    """Run the engine of the run file within the block, after it has scored a sequence."""
+    if config.teachers[name].engine == "sglang":
+        from rollmesh.teacher.served_engine import ServedEngine, server_options
+
+        served = ServedEngine(server_options(config, name, index), name)
+        running: AbstractAsyncContextManager[None] = served.running(model.folder)
+        engine: TeacherEngine = served
+    else:
+        embedded = await _embedded(config, name, model)
+        engine, running = embedded, embedded.running()
+    async with running:
+        await _try(engine, config, name, model)
+        yield engine
+
+
+async def _try(engine: TeacherEngine, config: RunConfig, name: str, model: TeacherModel) -> None:
+    """Score a short sequence as the run will. Raises ConfigError if that gives no scores."""
+    teacher, longest = config.teachers[name], config.generator.max_context_tokens
+    ids = np.arange(min(_TRIAL_TOKENS, model.vocab_size, longest), dtype=np.int32)
+    request = ScoreRequest(
+        token_ids=ids, prompt_token_count=1, temperature=config.rollout.temperature, top_k=teacher.top_k
+    )
+    try:
+        check_scores(await engine.score(request), request, model.policy_vocab_size)
+    except DataError as error:
+        raise ConfigError(
+            f"teachers.{name}: its engine={teacher.engine} gives no scores of a short sequence: {error}; check the "
+            f"weights of teachers.{name}.model={teacher.model}, or use the other engine"
+        ) from error
+
+
+async def _embedded(config: RunConfig, name: str, model: TeacherModel) -> EmbeddedEngine:
+    """Load the weights. Raises ConfigError for a model that cannot be loaded."""
     with many_imports():
         import torch
 
@@ -91,7 +131,6 @@ async def _engine(config: RunConfig, name: str, model: TeacherModel) -> AsyncIte
         scorer = await asyncio.to_thread(load)
     except (CheckpointError, ConfigError) as error:
         problem = str(error).removeprefix("model.path: ")
-        raise ConfigError(f"teachers.{name}.model={teacher.model}: {problem}") from error
-    engine = EmbeddedEngine(scorer, teacher.tokens_per_microbatch)
-    async with engine.running():
-        yield engine
+        hint = f"; teachers.{name}.engine=sglang serves other models" if isinstance(error, ConfigError) else ""
+        raise ConfigError(f"teachers.{name}.model={teacher.model}: {problem}{hint}") from error
+    return EmbeddedEngine(scorer, teacher.tokens_per_microbatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -26,11 +27,14 @@ class Request:
     input_ids: list[int]
     params: dict[str, Any]
     extra_key: str
-    wants_input_logprobs: bool
+    start: int
+    """Token from which on input log-probabilities are wanted; -1 for none."""
     done: asyncio.Future[dict[str, Any]]
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[list[Any]] = field(default_factory=list)
+    top_k: int = 0
+    input_top: dict[str, Any] = field(default_factory=dict)
     version_events: list[tuple[str, int]] = field(default_factory=list)
     cache: DynamicCache | None = None
     cached_tokens: int = 0
@@ -134,16 +138,25 @@ class Decoder:
 
     def _prefill(self, request: Request) -> None:
         context = request.input_ids + request.output_ids
-        request.cache, known = self._cached(request.extra_key, context)
+        known_part = context if request.start < 0 else context[: request.start + 1]
+        request.cache, known = self._cached(request.extra_key, known_part)
         with torch.inference_mode():
             out = self._model_of(request)(
                 torch.tensor([context[known:]]), past_key_values=request.cache, use_cache=True
             )
-        if request.wants_input_logprobs:
-            logprobs = torch.log_softmax(out.logits[0].float(), -1)
-            picked = logprobs[:-1].gather(1, torch.tensor(context[1:])[:, None]).squeeze(1).tolist()
-            request.input_logprobs = [[None, context[0], None]]
-            request.input_logprobs += [[p, t, None] for p, t in zip(picked, context[1:], strict=True)]
+        if request.start >= 0:
+            logprobs = torch.log_softmax(out.logits[0, request.start - known :].float(), -1)[:-1]
+            scored = context[request.start + 1 :]
+            picked = logprobs.gather(1, torch.tensor(scored)[:, None]).squeeze(1).tolist()
+            request.input_logprobs = [[None, context[request.start], None]]
+            request.input_logprobs += [[p, t, None] for p, t in zip(picked, scored, strict=True)]
+            if request.top_k:
+                values, ids = logprobs.topk(request.top_k)
+                request.input_top = {
+                    "input_top_logprobs_val_flat_b64": _base64(values.numpy()),
+                    "input_top_logprobs_idx_flat_b64": _base64(ids.int().numpy()),
+                    "input_top_logprobs_shape": list(ids.shape),
+                }
         elif not request.output_ids:
             request.cached_tokens = known
         if request.params["max_new_tokens"] == 0:
@@ -219,6 +232,7 @@ class Decoder:
             "completion_tokens": count,
             "num_retractions": request.retractions,
             "input_token_logprobs": request.input_logprobs,
+            **request.input_top,
             "output_token_logprobs": [[p, t, None] for p, t in zip(request.logprobs, request.output_ids, strict=True)],
             "weight_versions": self._spans(request.version_events, count),
         }
@@ -235,6 +249,10 @@ class Decoder:
             if not spans or end > start:
                 spans.append({"version": version, "start": start, "end": end})
         return spans
+
+
+def _base64(values: Any) -> str:
+    return b64encode(values.tobytes()).decode()
 
 
 def load_model(folder: str) -> Any:

@@ -88,7 +88,8 @@ class Server:
             params=body["sampling_params"],
             extra_key=f"{body.get('extra_key') or ''}|{self.adapter_ids.get(adapter, '')}",
             wants_mask=wants_mask,
-            wants_input_logprobs=body.get("logprob_start_len", -1) == 0,
+            start=body.get("logprob_start_len", -1),
+            top_k=body.get("top_logprobs_num") or 0,
             done=asyncio.get_running_loop().create_future(),
         )
         self.known[rid] = request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,33 @@ from rollmesh.config.run import RunConfig
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.grpc import create_channel
 from rollmesh.teacher.main import serve
+from rollmesh.teacher.teacher_model import manifest_digest
 from rollmesh.types import Float64Array, Int32Array
 from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
-from rollmesh.wire.codec import tensor_to_pb
+from rollmesh.wire.codec import teacher_from_pb, tensor_to_pb
 
 from ...kit.answers import byte_tokenizer
+from ...kit.environments import python_of
 from ...kit.models import write_model
 from ...kit.waiting import reached
+from ...sglang_cpu.server import FORKING, START_SECONDS
 
 WAIT_SECONDS = 120.0
 CONTEXT, VOCAB = 96, 256
 TEACHER = "wise"
+STAND_IN = {"environment": {"PYTHONPATH": str(Path(__file__).parents[2] / "fakes"), "OMP_NUM_THREADS": "1"}}
+"""SGLang section of the stand-in: found first on the server's path."""
+
+
+def real_server() -> dict[str, Any]:
+    """SGLang section of the real server; skips where it is not installed."""
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **FORKING}
+    return {
+        "python": str(python_of("sglang-cpu")),
+        "environment": environment,
+        "start_timeout_seconds": START_SECONDS,
+    }
 
 
 def write_teacher(folder: Path, seed: int = 0, *, tokens: Sequence[str] = (), **settings: Any) -> Path:
@@ -54,6 +69,7 @@ def make_config(folder: Path, temperature: float = 1.0, **teacher: Any) -> RunCo
         "data": {"max_prompt_tokens": 32, "source": {"type": "jsonl", "path": "unused"}},
         "rollout": {"max_new_tokens": 32, "temperature": temperature},
         "generator": {"max_context_tokens": CONTEXT, "device": "cpu"},
+        "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 1.0}}},
         "teachers": {TEACHER: {"model": str(folder / "teacher"), "device": "cpu", **teacher}},
     }
     return validate_run_config(settings, "test")
@@ -65,7 +81,7 @@ def service_task(config: RunConfig, shutdown: asyncio.Event) -> asyncio.Task[Non
 
 
 @asynccontextmanager
-async def running_service(config: RunConfig) -> AsyncIterator[Endpoint]:
+async def running_service(config: RunConfig, wait_seconds: float = WAIT_SECONDS) -> AsyncIterator[Endpoint]:
     """Run a teacher in this process until the block ends."""
     shutdown = asyncio.Event()
     task = service_task(config, shutdown)
@@ -73,7 +89,7 @@ async def running_service(config: RunConfig) -> AsyncIterator[Endpoint]:
         found = await reached(
             lambda: read_endpoints(Path(config.folder), f"teacher-{TEACHER}"),
             "the teacher",
-            WAIT_SECONDS,
+            wait_seconds,
             check=lambda: task.done() and task.result(),
         )
         yield found[0]
@@ -94,14 +110,21 @@ async def scored(
     sequences: Sequence[tuple[Int32Array, int]],
     temperature: float = 1.0,
     top_k: int = 0,
+    then: Callable[[], object] = lambda: None,
 ) -> list[pb.ScoreTokensResponse]:
-    """Score (ids, length of the prompt) in one call; the answers in the order of the request."""
+    """Score (ids, length of the prompt) in one call; the answers in the order of the request.
+
+    ``then`` is called after the first answer."""
     items = [
         pb.TokenScoreItem(trajectory_id=f"t{n}", token_ids=tensor_to_pb(ids), prompt_token_count=prompt)
         for n, (ids, prompt) in enumerate(sequences)
     ]
     request = pb.ScoreTokensRequest(items=items, temperature=temperature, top_k=top_k)
-    answers = [answer async for answer in stub.Score(request, timeout=WAIT_SECONDS)]
+    answers = []
+    async for answer in stub.Score(request, timeout=WAIT_SECONDS):
+        answers.append(answer)
+        if len(answers) == 1:
+            then()
     assert sorted(a.item_index for a in answers) == list(range(len(items)))
     return sorted(answers, key=lambda answer: answer.item_index)
 
@@ -114,7 +137,34 @@ def random_sequences(count: int, seed: int = 0) -> list[tuple[Int32Array, int]]:
         return draw.integers(0, VOCAB, length).astype(np.int32)
 
     prompts = [ids(50), ids(40), ids(1)]
-    return [(np.concatenate([p := prompts[n % 3], ids(5 + n)]), len(p)) for n in range(count)]
+    return [(np.concatenate([p := prompts[n % 3], ids(5 + n % 40)]), len(p)) for n in range(count)]
+
+
+def assert_columns(
+    folder: Path,
+    sequences: Sequence[tuple[Int32Array, int]],
+    answers: Sequence[pb.ScoreTokensResponse],
+    temperature: float,
+    top_k: int,
+) -> None:
+    """Compare columns with plain transformers, to 1e-5 in float32."""
+    for (ids, prompt), answer in zip(sequences, answers, strict=True):
+        assert answer.message == ""
+        column = teacher_from_pb(answer.column)
+        rows = reference(folder, ids, prompt, temperature)
+        np.testing.assert_allclose(column.logprobs, rows[np.arange(len(rows)), ids[prompt:]], rtol=0, atol=1e-5)
+        assert (column.teacher, column.manifest_digest) == (TEACHER, manifest_digest(folder))
+        assert column.top_ids is not None and column.top_logprobs is not None
+        np.testing.assert_array_equal(column.top_ids, np.argsort(-rows, axis=-1)[:, :top_k])
+        np.testing.assert_allclose(column.top_logprobs, -np.sort(-rows, axis=-1)[:, :top_k], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def last_hidden(folder: Path, ids: Int32Array) -> torch.Tensor:
+    """What the head reads at every token, [tokens, width]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    states: torch.Tensor = model.model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0]
+    return states
 
 
 @torch.no_grad()

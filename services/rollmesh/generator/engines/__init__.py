@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.config import RunConfig
+from rollmesh.config.generator import SglangConfig
 from rollmesh.errors import ConfigError, UnsupportedModel
 from rollmesh.generator.engines.engine_protocol import Engine, EngineDeclaration
 from rollmesh.generator.engines.policy_folders import AdapterSettings
@@ -38,12 +39,11 @@ def _check_torch_model(config: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"{error}; generator.engine=sglang serves other models") from error
 
 
-def _check_sglang_machine(config: RunConfig) -> None:
-    """Check that the configured Python, by default this one, can start SGLang; raises ConfigError otherwise."""
-    section = config.generator.sglang
+def check_sglang(section: SglangConfig, place: str) -> None:
+    """Check that the Python of the section at ``place``, by default this one, can start SGLang; ConfigError if not."""
     if section.url is not None:
         return
-    field = f"generator.sglang.python={section.python or 'this Python'}"
+    field = f"{place}.python={section.python or 'this Python'}"
     missing = f"{field}: has no SGLang; install the extra rollmesh[sglang] there, or name an interpreter that has it"
     if section.python is None:
         if importlib.util.find_spec("sglang") is None:
@@ -73,7 +73,9 @@ def _build_sglang(config: RunConfig, index: int) -> Engine:
 
 ENGINES: Mapping[str, EngineDeclaration] = {
     "torch": EngineDeclaration(build=_build_torch, check_model=_check_torch_model),
-    "sglang": EngineDeclaration(build=_build_sglang, check_machine=_check_sglang_machine),
+    "sglang": EngineDeclaration(
+        build=_build_sglang, check_machine=lambda config: check_sglang(config.generator.sglang, "generator.sglang")
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class SglangServer:
         self._api: SglangApi | None = None
         self._log = get_logger("sglang")
         self._loads = 0
+        self._found = ""
+        """Name of the weights of a server whose weights this process leaves as they are."""
         self._updating = False
         self.clock = RunningClock()
         """Clock of the request deadlines; stopped while the server is paused."""
@@ -87,12 +89,34 @@ class SglangServer:
             max_running_requests=info.get("max_running_requests"),
             speculative_algorithm=info.get("speculative_algorithm"),
         )
-        if options.server.url is not None:
+        if self._is_foreign:
+            self._found = await self._found_weights(folder)
+        elif options.server.url is not None:
             await self.pause("retract")
             await self._update(folder, policy_version, flush=True)
             await self.resume()
         self.policy_version = policy_version
         self._watch = asyncio.create_task(self._probe_until_lost(), name="sglang-watch")
+
+    @property
+    def _is_foreign(self) -> bool:
+        """True if others have loaded the weights, which this process leaves as they are."""
+        return self._options.frozen and self._options.server.url is not None
+
+    async def _found_weights(self, folder: Path) -> str:
+        """Return the name of the weights of a running server; ConfigError unless they are those of ``folder``."""
+        info = await self.api.model_info(_PROBE_TIMEOUT_SECONDS)
+        path = str(info.get("model_path"))
+        if not _same_folder(path, folder):
+            raise ConfigError(
+                f"generator.sglang.url={self.api.url}: the server has the model {path}, expected {folder}; start it "
+                "with --model-path and that folder"
+            )
+        return self._name_of_weights(info)
+
+    def _name_of_weights(self, info: Mapping[str, Any]) -> str:
+        version = str(info.get("weight_version"))
+        return f"{version} of {info.get('model_path')}" if self._is_foreign else version
 
     def _launch(self, folder: Path, policy_version: int) -> ServerProcess:
         options, port = self._options, free_port()
@@ -247,10 +271,11 @@ class SglangServer:
                     self._lost(EngineLost(f"the SGLang server at {self.api.url} does not answer: {error}"))
                     return
             else:
-                reported = str(info.get("weight_version"))
+                reported = self._name_of_weights(info)
                 settled = loads == self._loads and not self._updating and not self.doubtful_versions
-                if settled and reported != str(self.policy_version):
-                    self._lost(self.unknown_version_error(reported))
+                if settled and reported != (self._found or str(self.policy_version)):
+                    changed = f"the SGLang server at {self.api.url}: its weights have changed: {reported}"
+                    self._lost(EngineLost(changed) if self._is_foreign else self.unknown_version_error(reported))
                     return
 
     def _exit_error(self, status: int) -> EngineLost:
@@ -278,6 +303,10 @@ class RunningClock:
     def start(self) -> None:
         if self._since is None:
             self._since = time.monotonic()
+
+
+def _same_folder(path: str, folder: Path) -> bool:
+    return Path(path).resolve() == folder.resolve()
 
 
 def nothing_changed(message: str, reported_version: str, version_before: int) -> bool:

@@ -37,6 +37,8 @@ class SglangOptions:
     dtype: str = "float32"
     adapter: AdapterSettings | None = None
     """Adapters of the run; None serves full weights."""
+    frozen: bool = False
+    """Whether the weights never change: a server at ``url`` must then have been started with their folder."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of training rollouts."""
     admin_key: str | None = None

@@ -7,6 +7,7 @@ each token (``weight_versions``), so a slice is also the unit of delivery.
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,15 +102,30 @@ def slice_body(
     }
 
 
-def score_body(ids: Sequence[int], *, request_id: str, adapter: str | None = None) -> dict[str, Any]:
-    """Build the /generate request that returns the log-probabilities (T=1) of ``ids`` and samples no token."""
+def score_body(
+    ids: Sequence[int],
+    *,
+    request_id: str,
+    adapter: str | None = None,
+    start: int = 0,
+    top_k: int = 0,
+    frozen: bool = False,
+) -> dict[str, Any]:
+    """Build the /generate request that returns the log-probabilities (T=1) of ``ids`` and samples no token.
+
+    Those of the tokens after ``start``, with the ``top_k`` most likely tokens at each. ``frozen`` weights may find
+    what the sequences begin with in a cache.
+    """
+    most_likely = {"top_logprobs_num": top_k, "return_flat_raw_top_logprobs": True}
     return {
         **({} if adapter is None else {"lora_path": adapter}),
+        **({**most_likely, "return_flat_raw_top_logprobs_b64": True} if top_k else {}),
         "rid": request_id,
         "input_ids": ids,
-        "extra_key": request_id,  # unique, so that the current weights score, never a cache
+        # unique, so that the current weights score, never a cache
+        **({} if frozen else {"extra_key": request_id}),
         "return_logprob": True,
-        "logprob_start_len": 0,
+        "logprob_start_len": start,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0, "ignore_eos": True},
     }
 
@@ -272,3 +288,14 @@ def read_scores(answer: Mapping[str, Any], count: int) -> Float32Array:
     if len(values) != count:
         raise EngineError(f"SGLang /generate: {len(values)} input_token_logprobs for {count} tokens")
     return values[1:]
+
+
+def read_top_scores(answer: Mapping[str, Any]) -> tuple[Int32Array, Float32Array]:
+    """Read the most likely tokens and their log-probabilities, [tokens, top_k] each."""
+    try:
+        meta = answer["meta_info"]
+        shape = meta["input_top_logprobs_shape"]
+        ids, values = (b64decode(meta[f"input_top_logprobs_{name}_flat_b64"]) for name in ("idx", "val"))
+        return np.frombuffer(ids, "<i4").reshape(shape), np.frombuffer(values, "<f4").reshape(shape)
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineError(f"SGLang /generate: no flat input_top_logprobs, needs 0.5.23 or later: {error!r}") from error
