@@ -19,8 +19,8 @@ from rollmesh.cli.common import (
 )
 from rollmesh.config import text_override, write_run_config
 from rollmesh.config.load import load_config
-from rollmesh.config.sft_config import SftConfig
-from rollmesh.errors import RollmeshError
+from rollmesh.config.sft_config import SFT_FILE, SftConfig
+from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.fine_tuning_ranks import StopRequest, run_ranks
 from rollmesh.launcher.run_folder import made_folder
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, die_with_parent
@@ -53,11 +53,13 @@ def sft(
         if supervised_by is not None:
             raise typer.Exit(_be_a_rank(config, supervised_by))
         path = made_folder(config.folder, "checkpoints")
+        if (path / "config.yaml").exists():
+            raise ConfigError(f"folder={path}: holds a run of rollmesh up (config.yaml); name another folder")
         config = config.model_copy(update={"folder": str(path)})
-        with locked_folder(path, "stop it first, or name another folder"):
-            write_run_config(config, path / "config.yaml")
+        with locked_folder(path, "stop it first, or name another folder") as lock:
+            write_run_config(config, path / SFT_FILE)
             if config.launcher.trainer_processes > 1:
-                status, stopped = run_ranks(config, path / "config.yaml")
+                status, stopped = run_ranks(config, path / SFT_FILE, lock)
             else:
                 stop = StopRequest()
                 with stop.watched():

@@ -11,6 +11,9 @@ from rollmesh.config.optimization import OptimizationConfig
 from rollmesh.config.section import Section
 from rollmesh.config.sft_rows import RowOptions
 
+SFT_FILE = "sft.yaml"
+"""Name of the resolved run file in its run folder."""
+
 
 class SftDataConfig(RowOptions):
     """Rows, and the form that all of them have."""

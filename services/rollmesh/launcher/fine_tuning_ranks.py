@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from rollmesh.config.load import inherited_environment
 from rollmesh.config.sft_config import SftConfig
@@ -48,8 +49,10 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def run_ranks(config: SftConfig, config_file: Path) -> tuple[int, bool]:
+def run_ranks(config: SftConfig, config_file: Path, lock: IO[str]) -> tuple[int, bool]:
     """Run the ranks of a resolved file to their end; return torchrun's exit status, and True if a user stopped them.
+
+    torchrun has the ``lock`` of the run folder too: if this process is killed, its ranks end after their step.
 
     The first signal lets them end their step and save, within the 30 seconds that torchrun gives; a second kills them.
     """
@@ -58,7 +61,7 @@ def run_ranks(config: SftConfig, config_file: Path) -> tuple[int, bool]:
     environment = {**inherited_environment(), **thread_variables(threads), "TOKENIZERS_PARALLELISM": "false"}
     command = [*rollmesh_command(ranks), "sft", str(config_file), "--supervised-by", str(os.getpid())]
     # In a session of their own, so that Ctrl-C reaches only this process, which tells them once.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=(lock.fileno(),))
     stop = StopRequest(on_first=process.terminate)
     try:
         with stop.watched():

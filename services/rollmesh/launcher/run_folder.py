@@ -31,6 +31,7 @@ from rollmesh.checkpoints.batches import FOLDER as BATCHES
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.config.fixed_settings import reason_to_keep
 from rollmesh.config.load import SECRETS
+from rollmesh.config.sft_config import SFT_FILE
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.locks import locked_folder
 from rollmesh.runtime.logging import get_logger
@@ -113,6 +114,8 @@ def locked_run_folder(config: RunConfig, remedy: str = "stop it first, or name a
     with other settings.
     """
     folder = make_run_folder(config)
+    if (folder.path / SFT_FILE).exists():
+        raise ConfigError(f"folder={folder.path}: holds a run of rollmesh sft ({SFT_FILE}); name another folder")
     with locked_folder(folder.path, remedy):
         if folder.config_file.exists():
             changes = _refuse_other_settings(load_run_config(folder.config_file, environ={}), config, folder)

@@ -119,8 +119,11 @@ def lock_file(file: IO[str], *, wait: bool = False) -> bool:
 
 
 @contextmanager
-def locked_folder(folder: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock of a run folder. Raises ConfigError, which ends with the ``remedy``, if another launcher does."""
+def locked_folder(folder: Path, remedy: str) -> Iterator[IO[str]]:
+    """Hold the lock of a run folder; yield its file, with which a child keeps the lock that outlives this process.
+
+    Raises ConfigError, which ends with the ``remedy``, if another launcher holds it.
+    """
     with (folder / LOCK_FILE).open("a+") as lock:
         if not lock_file(lock):
             holder = lock_holder(folder) or "pid unknown"
@@ -129,6 +132,6 @@ def locked_folder(folder: Path, remedy: str) -> Iterator[None]:
         lock.write(lock_text())
         lock.flush()
         try:
-            yield
+            yield lock
         finally:
             lock.truncate(0)

@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.common import EXIT_STOPPED
 from rollmesh.cli.main import app
+from rollmesh.errors import ConfigError
+from rollmesh.launcher.run_folder import locked_run_folder
 from rollmesh.runtime.locks import locked_folder
 
 from ...kit.demonstration_rows import sft_file
+from ...kit.run_files import run_config
 from ...kit.waiting import until
 from ...kit.warm import TRAINER as TRAINER_IMPORTS
 from ...kit.warm import WarmProcess, template
@@ -144,6 +147,21 @@ def test_ranks_say_once_what_is_wrong(tmp_path: Path) -> None:
     file = sft_file(tmp_path, data={"max_tokens": 8}, launcher={"trainer_processes": 2})
     text = finish(start(file), 2)
     assert text.count("more than the context of 8; shorten or leave out the row") == 1
+
+
+def test_a_folder_has_a_run_of_one_kind(tmp_path: Path) -> None:
+    file = sft_file(tmp_path, "ours", trainer={"train_steps": 1})
+    assert CliRunner().invoke(app, ["sft", str(file)]).exit_code == 0
+    ours, theirs = (run_config(f"folder={tmp_path / name}", "name=a model.path=m") for name in ("ours", "theirs"))
+    with (
+        pytest.raises(ConfigError, match=r"holds a run of rollmesh sft .* name another folder"),
+        locked_run_folder(ours),
+    ):
+        pass
+    with locked_run_folder(theirs):
+        pass
+    shown = CliRunner().invoke(app, ["sft", str(sft_file(tmp_path, "theirs"))])
+    assert "holds a run of rollmesh up (config.yaml); name another folder" in shown.stderr
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
