@@ -57,6 +57,11 @@ class TeacherConfig(Section):
             raise ValueError(f"device={self.device}: {reason}")
         return self
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Size of the scores of a token: a float32, and an int32 and a float32 of each most likely token."""
+        return 4 + 8 * self.top_k
+
 
 def teacher_of_domain(teachers: Mapping[str, TeacherConfig], domain: str) -> str | None:
     """Return the name of the teacher that scores the prompts of a domain; None for none."""

@@ -16,7 +16,7 @@ from rollmesh.gateway.models.items import Outcome, TokenRun, TrajectoryDetail
 from rollmesh.runtime.logging import get_logger
 from rollmesh.segments import join_segments, slice_segment
 from rollmesh.text import Tokenizer
-from rollmesh.types import Int32Array, Segment, SegmentSource, Trajectory
+from rollmesh.types import Float32Array, Int32Array, Segment, SegmentSource, Trajectory
 
 Source = Literal["prompt", "policy", "environment"]
 
@@ -41,7 +41,9 @@ def token_runs(
         if begin < end:
             part = slice_segment(segment, begin - start, end - start)
             shown = None if texts is None else texts[begin - lead : end - lead]
-            runs.append(_run(source, part, begin - len(prompt_ids), shown))
+            position, column = begin - len(prompt_ids), None if source == "prompt" else trajectory.teacher
+            scores = None if column is None else column.logprobs[position : position + len(part)]
+            runs.append(_run(source, part, position, shown, scores))
         start += len(segment)
     return runs, last if last < len(token_ids) else None
 
@@ -64,7 +66,9 @@ def _environment(token_ids: Int32Array) -> Segment:
     return Segment(token_ids=token_ids, behavior_logprobs=None, policy_version=0, kv_min_version=0, source=source)
 
 
-def _run(source: Source, segment: Segment, position: int, texts: list[str] | None) -> TokenRun:
+def _run(
+    source: Source, segment: Segment, position: int, texts: list[str] | None, teacher: Float32Array | None
+) -> TokenRun:
     is_policy, logprobs = source == "policy", segment.behavior_logprobs
     return TokenRun(
         source=source,
@@ -73,12 +77,17 @@ def _run(source: Source, segment: Segment, position: int, texts: list[str] | Non
         position=position,
         token_ids=segment.token_ids.tolist(),
         texts=texts,
-        logprobs=None
-        if logprobs is None
-        else [round(v, _DIGITS) if math.isfinite(v) else None for v in logprobs.tolist()],
+        logprobs=_shown(logprobs),
+        teacher_logprobs=_shown(teacher),
         kept_counts=None if segment.kept_sets is None else segment.kept_sets.counts.tolist(),
         temperature=segment.temperature if is_policy else None,
     )
+
+
+def _shown(logprobs: Float32Array | None) -> list[float | None] | None:
+    if logprobs is None:
+        return None
+    return [round(value, _DIGITS) if math.isfinite(value) else None for value in logprobs.tolist()]
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -95,7 +104,7 @@ def trajectory_detail(
 ) -> TrajectoryDetail:
     """Return a trajectory with the runs of its tokens; blocks, because thousands of tokens are decoded."""
     runs, next_token = token_runs(trajectory, first_token, token_limit, pieces)
-    outcome = trajectory.outcome
+    outcome, column = trajectory.outcome, trajectory.teacher
     return TrajectoryDetail(
         id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
@@ -112,6 +121,7 @@ def trajectory_detail(
         if outcome is None
         else Outcome(kind=outcome.kind.value, value=outcome.value, parts=dict(outcome.parts), message=outcome.message),
         shaped_reward=reward_of(trajectory),
+        teacher="" if column is None else f"{column.teacher} ({column.manifest_digest[:12]})",
         verifier=trajectory.prompt.verifier,
         prompt_metadata=dict(trajectory.prompt.metadata),
         prompt_tokens=len(trajectory.prompt.token_ids),

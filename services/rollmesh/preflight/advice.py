@@ -14,7 +14,8 @@ from rollmesh.config import RunConfig
 from rollmesh.config.data import JsonlSource
 from rollmesh.preflight.run_model import parameters_text
 from rollmesh.scheduling import OnStale, Schedule
-from rollmesh.scheduling.admission import BYTES_PER_TOKEN, trajectory_bytes
+from rollmesh.scheduling.admission import trajectory_bytes
+from rollmesh.scheduling.resolved_schedule import BYTES_PER_TOKEN
 
 _ADMISSION_SHARE = 0.8
 """Share of the Redis memory limit above which admission of new groups waits."""
@@ -90,7 +91,7 @@ class Estimate:
 def estimate(config: RunConfig) -> Estimate:
     """Compute the estimate of ``config``. Raises ConfigError for an impossible schedule."""
     schedule = Schedule.from_config(config)
-    longest = trajectory_bytes(schedule.longest_trajectory_tokens, schedule.partial_save_tokens)
+    longest = trajectory_bytes(schedule.longest_trajectory_tokens, schedule)
     per_group = config.data.max_prompt_tokens * BYTES_PER_TOKEN + schedule.most_members * round(longest)
     return Estimate(
         schedule=schedule,

@@ -7,10 +7,8 @@ import math
 from rollmesh.mesh import MeshView, WaitReason
 from rollmesh.scheduling.auto_pool import pool_groups, trainer_groups
 from rollmesh.scheduling.axes import AdmissionRule
-from rollmesh.scheduling.resolved_schedule import Schedule
+from rollmesh.scheduling.resolved_schedule import BYTES_PER_TOKEN, Schedule
 
-BYTES_PER_TOKEN = 8
-"""Size of an int32 id and a float32 logprob."""
 LIMIT_RATIO = 0.8
 """Share of Redis's maxmemory above which admission stops."""
 _BYTES_PER_SAVE = 90
@@ -18,16 +16,17 @@ _BYTES_PER_TRAJECTORY = 1500
 """Keys, hashes and list overhead in Redis, measured."""
 
 
-def trajectory_bytes(tokens: float, save_tokens: int) -> float:
-    """Return the bytes in Redis of a trajectory saved ``save_tokens`` tokens at a time, without its prompt."""
-    return tokens * (BYTES_PER_TOKEN + _BYTES_PER_SAVE / save_tokens) + _BYTES_PER_TRAJECTORY
+def trajectory_bytes(tokens: float, schedule: Schedule) -> float:
+    """Return the bytes in Redis of a scored trajectory, without its prompt."""
+    saves = _BYTES_PER_SAVE / schedule.partial_save_tokens
+    return tokens * (schedule.bytes_per_token + saves) + _BYTES_PER_TRAJECTORY
 
 
 def memory_room(schedule: Schedule, view: MeshView) -> int:
-    """Return the number of groups that fit below the limit, with all that they and unfinished trajectories may write.
+    """Return the number of groups that fit below the limit, with all that they and trajectories in work may write.
 
     The used memory includes the prompts of admitted groups, dead letters and current snapshots. A new group counts with
-    the mean prompt, a trajectory with the mean bytes of finished ones, snapshots included.
+    the mean prompt, a trajectory with the mean bytes of finished ones, snapshots and a teacher's scores included.
 
     This mean includes one batch at full length: the lengths are unknown before any trajectory finishes, and the first
     to finish are short. The groups that the next batch lacks are admitted in any case: without them no step is trained
@@ -40,11 +39,13 @@ def memory_room(schedule: Schedule, view: MeshView) -> int:
     if not view.max_memory_bytes:
         return schedule.window_groups
     doubted = schedule.groups_per_batch * schedule.launched_members
-    saved_tokens = doubted * schedule.longest_trajectory_tokens + view.saved_bytes_total / BYTES_PER_TOKEN
-    each = trajectory_bytes(saved_tokens / (doubted + view.finished_total), schedule.partial_save_tokens)
+    saved_tokens = doubted * schedule.longest_trajectory_tokens + view.saved_bytes_total / schedule.bytes_per_token
+    tokens = saved_tokens / (doubted + view.finished_total)
+    each = trajectory_bytes(tokens, schedule)
     first, later = schedule.launched_members, schedule.most_members - schedule.launched_members
     unwritten = max(view.unfinished, min(view.unfinished, view.open_groups * first) + view.open_groups * later)
-    free = LIMIT_RATIO * view.max_memory_bytes - view.used_memory_bytes - unwritten * each
+    unscored = view.finished * tokens * (schedule.bytes_per_token - BYTES_PER_TOKEN)
+    free = LIMIT_RATIO * view.max_memory_bytes - view.used_memory_bytes - unwritten * each - unscored
     lacking = schedule.groups_per_batch - view.open_groups - view.ready_groups
     return max(lacking, math.floor(free / (schedule.most_members * each + view.mean_prompt_bytes)))
 

@@ -15,6 +15,9 @@ from rollmesh.scheduling.contradictions import contradictions
 from rollmesh.scheduling.presets import PRESETS, Preset
 from rollmesh.scheduling.schedule_bounds import Bounds
 
+BYTES_PER_TOKEN = 8
+"""Size of an int32 id and a float32 logprob."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule(Bounds):
@@ -42,6 +45,8 @@ class Schedule(Bounds):
     """Most tokens of a trajectory beyond its prompt."""
     partial_save_tokens: int
     """Tokens per partial save; each save takes some memory in addition."""
+    bytes_per_token: int
+    """Payload of a token in Redis, a teacher's scores included."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
@@ -70,6 +75,7 @@ class Schedule(Bounds):
             longest_prompt_tokens=config.data.max_prompt_tokens,
             longest_trajectory_tokens=config.rollout.max_new_tokens,
             partial_save_tokens=config.rollout.partial_save_tokens,
+            bytes_per_token=BYTES_PER_TOKEN + max((t.bytes_per_token for t in config.teachers.values()), default=0),
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +11,8 @@ import pytest
 
 from rollmesh.gateway.archive import BatchRow, batch_page
 from rollmesh.gateway.models.items import BatchOrder, BatchTrajectory
-from rollmesh.gateway.trajectory_views import token_runs
-from rollmesh.types import KeptSets, Prompt, Segment, SegmentSource, Trajectory
+from rollmesh.gateway.trajectory_views import token_runs, trajectory_detail
+from rollmesh.types import KeptSets, Prompt, Segment, SegmentSource, TeacherColumn, Trajectory
 
 
 def segment(first: int, count: int, version: int, **changes: object) -> Segment:
@@ -72,6 +73,18 @@ def test_tokens_of_truncated_sampling_are_shown_with_the_sizes_of_their_sets_on_
     runs, _ = token_runs(whole, 1, 6, None)
     assert [run.kept_counts for run in runs] == [None, [2, 1, 3], None]
     assert [token_runs(whole, at, 1, None)[0][0].kept_counts for at in (3, 4, 5, 6)] == [[2], [1], [3], None]
+
+
+def test_a_teachers_scores_are_shown_beside_each_token_of_the_response_on_every_page() -> None:
+    said = segment(50, 2, 0, behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
+    column = TeacherColumn(teacher="wise", manifest_digest="ab" * 32, logprobs=-np.arange(5, dtype=np.float32) / 4)
+    whole = replace(trajectory(segment(0, 3, 1), said), teacher=column)
+    detail = trajectory_detail(whole, 1, 4, None)
+    assert detail.teacher == "wise (abababababab)"
+    assert [run.teacher_logprobs for run in detail.runs] == [None, [0.0, -0.25]]
+    assert [run.teacher_logprobs for run in token_runs(whole, 5, 9, None)[0]] == [[-0.5], [-0.75, -1.0]]
+    plain = trajectory_detail(trajectory(said), 0, 9, None)
+    assert (plain.teacher, [run.teacher_logprobs for run in plain.runs]) == ("", [None, None])
 
 
 def test_a_logprob_that_is_no_number_is_null() -> None:

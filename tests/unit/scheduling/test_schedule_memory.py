@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.config import RunConfig
+from rollmesh.config.teachers import TeacherConfig
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling import Schedule, decide
-from rollmesh.scheduling.admission import BYTES_PER_TOKEN, groups_to_admit, trajectory_bytes
+from rollmesh.scheduling.admission import groups_to_admit, trajectory_bytes
+from rollmesh.scheduling.resolved_schedule import BYTES_PER_TOKEN
 
 from .views import RUN, group, schedule, view
 
@@ -26,6 +28,21 @@ def test_the_first_wave_is_admitted_only_as_far_as_the_store_can_hold_it_at_full
     assert admitted == int(0.8 * GIB / (16 * FULL)) == 86
     assert decide(LONG, view(max_memory_bytes=8 * GIB)).admit_groups == 160
     assert decide(LONG, view(max_memory_bytes=0)).admit_groups == 160, "a store without a limit"
+
+
+def test_the_scores_of_a_teacher_take_room_before_and_after_the_last_token() -> None:
+    """Each token has 4 bytes for its own score and 8 for each of the 8 most likely ones."""
+    taught = RUN.model_copy(
+        update={"teachers": {"a": TeacherConfig(model="a"), "b": TeacherConfig(model="b", top_k=8)}}
+    )
+    resolved = Schedule.from_config(taught)
+    assert (Schedule.from_config(RUN).bytes_per_token, resolved.bytes_per_token) == (8, 8 + 4 + 8 * 8)
+    rules = replace(LONG, bytes_per_token=resolved.bytes_per_token)
+    full = 65_536 * (76 + 90 / 64) + 1500
+    admitted = decide(rules, view(max_memory_bytes=8 * GIB)).admit_groups
+    assert admitted == int(0.8 * 8 * GIB / (16 * full)) == 84
+    waiting = decide(rules, view(max_memory_bytes=8 * GIB, finished=256)).admit_groups
+    assert waiting == int((0.8 * 8 * GIB - 256 * 65_536 * 68) / (16 * full)) == 70
 
 
 def test_the_first_short_answers_do_not_speak_for_those_that_are_still_written() -> None:
@@ -90,7 +107,7 @@ def test_a_batch_can_always_be_completed_and_the_limit_is_passed_for_nothing_els
     assert min(lacking, unbounded) <= bounded <= unbounded
     if bounded > lacking:
         tokens = (1024 * 65_536 + finished * mean_bytes / BYTES_PER_TOKEN) / (1024 + finished)
-        each = trajectory_bytes(tokens, rules.partial_save_tokens)
+        each = trajectory_bytes(tokens, rules)
         assert (opened * 16 + bounded * 16) * each <= 0.8 * max_memory
 
 

@@ -71,6 +71,8 @@ class TokenRun(ApiModel):
     """Text of each token (empty if a later token completes the character); null without a tokenizer."""
     logprobs: list[float | None] | None
     """Behavior log-probabilities in nats, at the sampling temperature; null for prompt and environment."""
+    teacher_logprobs: list[float | None] | None
+    """Log-probabilities under the teacher, in nats, at the same temperature; null without a teacher."""
     kept_counts: list[int] | None
     """Size of the set that each token was drawn from; null where it was drawn from the full vocabulary."""
     temperature: float | None
@@ -121,6 +123,8 @@ class TrajectoryDetail(ApiModel):
     """Score; null until it is scored."""
     shaped_reward: float | None
     """Reward that advantages are computed from; null until it is scored."""
+    teacher: str
+    """Teacher that scored the tokens, with the beginning of its manifest digest; empty without one."""
     verifier: str
     """Verifier of the prompt."""
     prompt_metadata: dict[str, Any]

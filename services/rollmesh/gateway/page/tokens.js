@@ -124,6 +124,8 @@ export class Tokens {
       `staleness ${stale === null ? "unknown" : plural(stale, "train step")}`,
       `temperature ${number(run.temperature)}`,
     ];
+    const taught = run.teacher_logprobs?.[at];
+    if (typeof taught === "number") parts.splice(1, 0, `${taught.toFixed(4)} nats by its teacher`);
     if (run.kept_counts?.[at]) parts.push(`drawn from ${plural(run.kept_counts[at], "kept token")}`);
     if (run.kv_min_version < run.policy_version) parts.push(`cache from ${version(run.kv_min_version)} on`);
     return `${where}: ${parts.join(", ")}`;

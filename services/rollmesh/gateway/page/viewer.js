@@ -114,6 +114,7 @@ export class Viewer {
       fact("batch", detail.train_step === null ? "none yet" : `step ${count(detail.train_step)}`),
       fact("worker", detail.worker || NOTHING),
       detail.history.flatMap((sentence) => fact("history", sentence)),
+      detail.teacher ? fact("teacher", detail.teacher) : null,
       detail.traceparent ? fact("trace", el("code", null, detail.traceparent)) : null,
     );
   }
