@@ -107,9 +107,9 @@ sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU
 sglang-try: $(VENV)/.python
 	@$(BIN)/python -m tests.kit.environments sglang-cpu || echo "tests of the real SGLang server will be skipped"
 
-# What others wrote for agents, in environments of their own (0.5 GB each).
+# What others wrote for agents (0.5 GB each), and the trainers of TRL (1.4 GB), in environments of their own.
 frameworks-try: $(VENV)/.python
-	@$(BIN)/python -m tests.kit.environments openenv verifiers frameworks || echo "tests of these will be skipped"
+	@$(BIN)/python -m tests.kit.environments openenv verifiers frameworks trl || echo "tests of these will be skipped"
 
 deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
 	$(BIN)/pytest $(LANE) tests/deploy $(BY_FILE) 3

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.fine_tuning import measure_fine_tuning
 from benchmarks.frame import Measure, Quick, at_least, compared, interleaved
 from benchmarks.large_models import measure_large
 from benchmarks.models import SMALL, write_random_model
@@ -43,7 +44,8 @@ def run(*, quick: Quick = False) -> list[Measure]:
     with tempfile.TemporaryDirectory() as folder:
         write_demo_model(Path(folder))
         padded = _measure(Path(folder), 2 if quick else 5) + _measure_long(Path(folder), 1 if quick else 3)
-    return padded + measure_sharing(1 if quick else 3) + measure_large(1 if quick else 3)
+    pairs = 1 if quick else 3
+    return padded + measure_sharing(pairs) + measure_large(pairs) + measure_fine_tuning(pairs)
 
 
 def _measure(folder: Path, repetitions: int) -> list[Measure]:

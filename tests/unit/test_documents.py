@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from rollmesh.config import RunConfig
+from rollmesh.config.sft_config import SftConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services" / "rollmesh"
@@ -123,8 +124,11 @@ def headings(file: Path) -> set[str]:
 
 
 def known_setting(path: str) -> bool:
-    """Tell whether a dotted name leads to a field of the run file."""
-    model: type[BaseModel] | None = RunConfig
+    """Tell whether a dotted name leads to a field of a run file, or of one of ``rollmesh sft``."""
+    return any(leads_to_a_field(model, path) for model in (RunConfig, SftConfig))
+
+
+def leads_to_a_field(model: type[BaseModel] | None, path: str) -> bool:
     for part in path.split("."):
         if model is None:
             return True  # below a field of several shapes

@@ -47,7 +47,7 @@ def read_rows(
             else:
                 raise DataError(
                     f"{row.where}: {len(example.token_ids)} tokens, more than the context of {context_length}; shorten "
-                    "or leave out the row, or set too_long: drop"
+                    "or leave out the row, or set data.too_long: drop"
                 )
     if dropped:
         get_logger("sft").warning("rows_dropped", longer_than=context_length, dropped=dropped, kept=len(found))
@@ -72,7 +72,7 @@ class _RowTokens:
             raise DataError(
                 f"{row.where}: has neither {options.messages_field!r}, nor {options.prompt_field!r} and "
                 f"{options.response_field!r}; its fields are {', '.join(row.fields) or 'none'}; name those that you "
-                "mean with messages_field, prompt_field and response_field"
+                "mean with data.messages_field, data.prompt_field and data.response_field"
             )
         return SftRow(token_ids=ids, loss_mask=mask)
 

@@ -1,10 +1,9 @@
-"""Data of the warm start, and its committed model."""
+"""The committed model of the warm start."""
 
 from __future__ import annotations
 
 import json
 import random
-from itertools import islice
 
 import pytest
 import torch
@@ -13,47 +12,14 @@ from transformers import AutoModelForCausalLM
 from rollmesh.config.recipes import resolve_model
 from rollmesh.recipes.countdown.demonstrations import SearcherMix, draw_demonstration
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY, stop_token_ids
-from rollmesh.recipes.countdown.warm_start import (
-    WarmStartSettings,
-    batches,
-    build_model,
-    response_loss,
-)
+from rollmesh.recipes.countdown.warm_start import build_model
 from rollmesh.text import Tokenizer
-
-TINY = WarmStartSettings(steps=12, tokens_per_batch=512, pool=64, warmup_steps=4)
 
 
 @pytest.fixture(scope="module")
 def committed() -> torch.nn.Module:
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(resolve_model("recipe:countdown"))
     return model.eval()
-
-
-def test_batches_label_the_response_and_nothing_else() -> None:
-    for inputs, labels in islice(batches(TINY), 20):
-        assert inputs.shape == labels.shape
-        assert inputs.numel() <= TINY.tokens_per_batch or len(inputs) == 1
-        for tokens, label in zip(inputs, labels, strict=True):
-            start = tokens.tolist().index(VOCABULARY.index(":")) + 1
-            length = int((tokens != 0).sum())
-            assert (label[:start] == -100).all()
-            assert (label[start:length] == tokens[start:length]).all()
-            assert (label[length:] == -100).all()
-
-
-def test_the_loss_is_the_log_likelihood_of_the_response_over_the_budget() -> None:
-    model = build_model(0)
-    inputs, labels = next(batches(TINY))
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(input_ids=inputs).logits.double(), -1)
-        total = sum(
-            -logprobs[row, at - 1, inputs[row, at]].item()
-            for row in range(len(inputs))
-            for at in range(1, inputs.shape[1])
-            if labels[row, at] != -100
-        )
-        assert response_loss(model, inputs, labels, 512).item() == pytest.approx(total / 512, rel=1e-4)
 
 
 def test_the_committed_model_is_the_one_the_script_describes(committed: torch.nn.Module) -> None:

@@ -20,14 +20,9 @@ from rollmesh.errors import DataError
 from rollmesh.sft.rows import SftRow, read_rows
 from rollmesh.text import Tokenizer
 
-from ...kit.chat_tokenizers import CHATML, make_tokenizer
+from ...kit.chat_tokenizers import CHATML, TAGGED, make_tokenizer
 from ...kit.family_tokenizers import make_family_tokenizer
 
-TAGGED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 WITH_CALLS = CHATML.replace(
@@ -166,7 +161,7 @@ def test_rows_longer_than_the_context_are_dropped_where_that_is_wanted(
         ({"prompt": "a", "response": " "}, "field 'response' is ' '; write a text"),
         ({"prompt": "", "response": "b"}, "field 'prompt' is ''; write a text"),
         ({"prompt": "a", "response": ["b"]}, "field 'response' is .'b'.; write a text"),
-        ({"prompt": "a", "response": "b" * 99}, "101 tokens, more than the context of 64; .* set too_long: drop"),
+        ({"prompt": "a", "response": "b" * 99}, "101 tokens, more than the context of 64; .* set data.too_long: drop"),
         ({"prompt": "a", "response": "\ud83d"}, "field 'response': .*half"),
         ({"question": "a", "answer": "b"}, "its fields are question, answer; name those"),
         ({"messages": TURNS[:2]}, "field 'messages': no message of the role 'assistant'"),
