@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,8 @@ _OURS = ("Redis", "workers", "leader")
 """Parts whose cost must be flat; the other parts replace generators, verifiers and the trainer."""
 _TOTAL = "CPU of Redis, workers and leader a trajectory"
 _FLAT = 1.3
+_TAUGHT = 1.2
+"""Largest cost of a trajectory with a teacher, as a multiple of that without one."""
 _HELD = 0.95
 """Required share of the rollouts in flight, and of the tokens per second of each; below it the mesh is overloaded."""
 
@@ -40,14 +43,16 @@ def run(
     ] = None,
     mean_tokens: Annotated[int, typer.Option(help="Mean tokens of an emulated answer.", min=8)] = 2048,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk of an emulated stream.", min=1)] = 512,
+    teacher: Annotated[bool, typer.Option(help="Measure every level also with an emulated teacher.")] = False,
 ) -> list[Measure]:
-    """Measure every level in turn, also of ``baseline``, the services folder of another build."""
+    """Measure every level in turn, also of ``baseline``, the services folder of another build, and with a teacher."""
     if baseline is not None and not (baseline / "rollmesh" / "runtime" / "tasks.py").is_file():
         raise ConfigError(
             f"--baseline {baseline}: no services folder of a build with this store interface (one object per role)"
         )
     measured: dict[int, Level] = {}
     others: dict[int, Level] = {}
+    taught: dict[int, Level] = {}
     requested = sorted(set(level or (_QUICK_LEVELS if quick else LEVELS)))
     for in_flight in requested:
         load = Load(
@@ -63,8 +68,11 @@ def run(
         if baseline is not None:
             others[in_flight] = _level(load, baseline)
         measured[in_flight] = _level(load, THIS_BUILD)
+        if teacher:
+            taught[in_flight] = _level(replace(load, taught=True), THIS_BUILD)
     rows = (_measures(n, TOKENS_PER_SECOND, level, others.get(n)) for n, level in measured.items())
-    return [*(measure for row in rows for measure in row), *_flatness(measured)]
+    beside = (_beside(n, measured[n], level) for n, level in taught.items())
+    return [*(measure for row in (*rows, *beside) for measure in row), *_flatness(measured)]
 
 
 def _level(load: Load, build: Path) -> Level:
@@ -81,6 +89,31 @@ def _measures(in_flight: int, rate: float, level: Level, other: Level | None) ->
         else compared(f"{in_flight:,} in flight: {name}", value, unit, "the other build", before[name][0], bars)
         for name, (value, unit, bars) in _figures(in_flight, rate, level).items()
         if before is None or name in before
+    ]
+
+
+def _beside(in_flight: int, plain: Level, taught: Level) -> list[Measure]:
+    """Compare the cost of a trajectory with a teacher with that without one."""
+    costs = {part: [1000 * level.cpu_seconds[part] / level.finished for level in (taught, plain)] for part in _OURS}
+    costs[_TOTAL.removeprefix("CPU of ").removesuffix(" a trajectory")] = [
+        sum(each) for each in zip(*costs.values(), strict=True)
+    ]
+    return [
+        *(
+            compared(
+                f"{in_flight:,} in flight, with a teacher: CPU of {part} a trajectory",
+                cost,
+                "ms",
+                "without a teacher",
+                before,
+                (at_most("ratio", _TAUGHT),) if part not in _OURS else (),
+            )
+            for part, (cost, before) in costs.items()
+        ),
+        *(
+            Measure(name=f"{in_flight:,} in flight, with a teacher: {name}", value=count, unit="count", bars=NONE)
+            for name, count in taught.faults.items()
+        ),
     ]
 
 

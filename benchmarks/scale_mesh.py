@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from benchmarks.processes import running_redis, write_run_file
-from benchmarks.scale_processes import ProcessOptions
+from benchmarks.scale_processes import TEACHER, ProcessOptions
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError
 from rollmesh.store import EmbeddedServer, TrajectoryStore
@@ -56,6 +56,8 @@ class Load:
     window_seconds: float
     workers: int = 2
     generator_processes: int = 2
+    taught: bool = False
+    """True if an emulated teacher scores every trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ class _Mesh:
             mean_tokens=self.load.mean_tokens,
             emulation=emulation,
         )
-        services = THIS_BUILD if role == "generators" else self.build
+        services = THIS_BUILD if role in ("generators", "teacher") else self.build
         path = os.pathsep.join(map(str, (services, Path(__file__).parents[1])))
         with (self.folder / f"{role}-{index}.log").open("wb") as log:
             process = subprocess.Popen(
@@ -154,7 +156,7 @@ async def measure_level(folder: Path, load: Load, build: Path) -> Level:
         in_flight, pings = await _watch(store, load.window_seconds)
         after, cpu_after, ended = await store.mesh.counts(), mesh.cpu_seconds(), time.time()
         # The workers release their trajectories; the counts are final once the consumer has stopped too.
-        for parts in (("leader", "workers"), ("consumer", "reward service", "emulated generators")):
+        for parts in (("leader", "workers"), tuple(mesh.processes)):
             await asyncio.to_thread(mesh.stop, *parts)
         return Level(
             in_flight=float(np.mean(in_flight)),
@@ -176,6 +178,8 @@ async def _start(mesh: _Mesh) -> None:
     load = mesh.load
     mesh.start("consumer", "consumer", 0)
     mesh.start("reward service", "reward", 0)
+    if load.taught:
+        mesh.start("emulated teacher", "teacher", 0)
     share = -(-load.generators // load.generator_processes)
     for index in range(load.generator_processes):
         generators = min(share, load.generators - index * share)
@@ -267,5 +271,8 @@ def _write_run_files(folder: Path, url: str, load: Load) -> RunConfig:
         "store": {"url": url},
         "telemetry": {"log_level": "warning"},
     }
+    if load.taught:
+        data["teachers"] = {TEACHER: {"model": "recipe:countdown"}}
+        data["trainer"]["algorithm"] = {"teacher": {"reverse_kl_coefficient": 1.0, "with_reward": True}}
     write_run_file(folder / "leader.yaml", {**data, "rollout": {**data["rollout"], "worker_concurrency": 1}})
     return write_run_file(folder / "run.yaml", data)

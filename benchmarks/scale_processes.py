@@ -35,6 +35,7 @@ _CLAIM_SECONDS = 5.0
 _SPREAD = 0.875
 """Spread of the lengths: uniform between 0.125 and 1.875 times the mean, so that rollouts end at different times."""
 _TABLE_TOKENS = 1 << 16
+TEACHER = "emulated"
 
 Samples = dict[str, list[float]]
 
@@ -44,7 +45,7 @@ class ProcessOptions:
     """Options of one process, as JSON on its command line."""
 
     role: str
-    """``generators``, ``consumer``, or the service with this name."""
+    """``generators``, ``teacher``, ``consumer``, or the service with this name."""
     part: str
     """Part of the mesh that its figures belong to."""
     index: int
@@ -78,6 +79,10 @@ def _service(options: ProcessOptions, config: RunConfig, folder: Path) -> Callab
     answers = Answers(options.mean_tokens)
     if options.role == "consumer":
         return partial(_consume, config, answers, folder / "ledger")
+    if options.role == "teacher":
+        from benchmarks.scale_teacher import serve_teacher
+
+        return partial(serve_teacher, config)
     if options.role == "generators":
         from benchmarks.scale_generators import serve_generators
 
@@ -141,7 +146,7 @@ async def _consume(config: RunConfig, answers: Answers, ledger: Path, shutdown: 
                 batch = await store.training.claim(session, step, _CLAIM_SECONDS)
                 if batch is None:
                     continue
-                lines.write(json.dumps(await _checked(batch, answers)) + "\n")
+                lines.write(json.dumps(await _checked(batch, answers, bool(config.teachers))) + "\n")
                 lines.flush()
                 await store.training.confirm_batch_file(session, step, f"digest-{step}")
                 await store.training.report_trained(session, step)
@@ -150,14 +155,27 @@ async def _consume(config: RunConfig, answers: Answers, ledger: Path, shutdown: 
                 step += 1
 
 
-async def _checked(batch: Batch, answers: Answers) -> list[tuple[str, list[str], int]]:
-    """Return group id, trajectory ids, and the number of trajectories whose tokens differ from their answers."""
+async def _checked(batch: Batch, answers: Answers, taught: bool) -> list[tuple[str, list[str], int]]:
+    """Return group id, trajectory ids, and the number of trajectories with other tokens, or other scores."""
     rows = []
     for group in batch.groups:
         ids = [t.trajectory_id for t in group.trajectories]
-        rows.append((group.group_id, ids, sum(not answers.matches(t) for t in group.trajectories)))
+        wrong = sum(not (answers.matches(t) and _is_taught(t) is taught) for t in group.trajectories)
+        rows.append((group.group_id, ids, wrong))
         await asyncio.sleep(0)
     return rows
+
+
+def _is_taught(trajectory: Trajectory) -> bool:
+    """Return True if a trajectory has the scores of the emulated teacher."""
+    # A build of another time has no teachers.
+    column = getattr(trajectory, "teacher", None)
+    return column is not None and np.array_equal(column.logprobs, known_scores(trajectory.response_ids))
+
+
+def known_scores(token_ids: Int32Array) -> Float32Array:
+    """Return the scores of a response by the emulated teacher."""
+    return (token_ids * np.float32(-0.125)).astype(np.float32)
 
 
 def _policy(step: int) -> PolicyRecord:

@@ -21,13 +21,15 @@ FAULTS = (
 
 
 @pytest.mark.timeout(600)
-def test_the_scale_bench_holds_200_rollouts_in_flight_and_loses_none() -> None:
-    command = [sys.executable, "-m", "benchmarks", "scale", "--quick", "--level", "200", "--json"]
+def test_the_scale_bench_holds_200_rollouts_in_flight_and_loses_none_also_with_a_teacher() -> None:
+    command = [sys.executable, "-m", "benchmarks", "scale", "--quick", "--level", "200", "--teacher", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=580)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     values = {row["name"].removeprefix("200 in flight: "): row["value"] for row in rows}
     assert {name: values[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)
+    taught = {row["name"].removeprefix("200 in flight, with a teacher: "): row["value"] for row in rows}
+    assert {name: taught[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)
     assert 100 < values["held"] <= 200
     assert values["finished"] > 0
     parts = ("Redis", "workers", "leader", "emulated generators", "reward service", "consumer")
