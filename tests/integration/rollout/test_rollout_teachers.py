@@ -13,6 +13,7 @@ from rollmesh.wire.teacher_client import TeacherClient
 
 from ...kit.teacher_service import DIGEST, KnownTeacher, known_logprobs, served, taught_by, taught_run
 from ...kit.waiting import reached
+from ..teacher.teacher_bench import TEACHER, make_config, reference, running_service
 from .scenes import members, whole_mesh
 from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedReward
 
@@ -32,6 +33,20 @@ async def test_every_trajectory_of_a_batch_has_the_scores_of_its_teacher_asked_f
         assert np.array_equal(scores.top_ids, ids[:, None] + np.arange(3))
         assert np.array_equal(scores.top_logprobs, scores.logprobs[:, None] - np.arange(3, dtype=np.float32))
     assert sorted(teacher.calls) == sorted(t.trajectory_id for t in members(batch))
+
+
+async def test_the_columns_of_a_real_teacher_are_those_of_plain_transformers(store, tmp_path):
+    config = make_config(tmp_path, 0.7, top_k=4)
+    async with running_service(config), TeacherClient(config, TEACHER) as client:
+        async with whole_mesh(store, ScriptedGenerator("a"), teachers={TEACHER: client}) as run:
+            batch = await run.trainer.train(1)
+    for trajectory in members(batch):
+        prompt, response = trajectory.prompt.token_ids, trajectory.response_ids
+        rows = reference(tmp_path / "teacher", np.concatenate([prompt, response]), len(prompt), 0.7)
+        scores = trajectory.teacher
+        assert np.abs(scores.logprobs - rows[np.arange(len(response)), response]).max() < 1e-5
+        assert np.abs(scores.top_logprobs - np.take_along_axis(rows, scores.top_ids, 1)).max() < 1e-5
+        assert np.abs(scores.top_logprobs - -np.sort(-rows, 1)[:, :4]).max() < 1e-5
 
 
 class TwoDomains(ScriptedPrompts):
