@@ -28,7 +28,12 @@ OUR_REDIS: dict[str, Any] = {
     "rollout": {"autoscaling": {"kind": "hpa"}},
     "generator": {"autoscaling": {"kind": "hpa"}},
     "reward": {"autoscaling": {"kind": "hpa"}},
-    "run": {"name": "taught", "model": {"path": "recipe:countdown"}, "teachers": {"any": {"model": "/models/m"}}},
+    "run": {
+        "name": "taught",
+        "model": {"path": "recipe:countdown"},
+        "teachers": {"any": {"model": "/models/m"}},
+        "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 1.0}}},
+    },
     "teacher": {"autoscaling": {"kind": "hpa"}},
     "trainer": {"processesPerNode": 2, "podDisruptionBudget": {"enabled": True}},
     "gateway": {
