@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
 from rollmesh.runtime.grpc import create_server
+from rollmesh.text import Tokenizer
 from rollmesh.types import Float32Array, TeacherColumn
 from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
@@ -20,6 +22,7 @@ from rollmesh.wire.codec import ids_from_pb, teacher_to_pb
 from rollmesh.wire.teacher_client import TeacherClient
 
 DIGEST = "ab" * 32
+MODEL = "recipe:countdown"
 
 
 def known_logprobs(token_ids: Float32Array, temperature: float = 1.0) -> Float32Array:
@@ -34,6 +37,8 @@ class KnownTeacher(stubs.TeacherServiceServicer):
     digest: str = DIGEST
     change: Callable[[str, TeacherColumn], TeacherColumn | str | None] = lambda _, column: column
     """None: the service is silent about it."""
+    vocabulary: str = field(default_factory=lambda: Tokenizer(resolve_model(MODEL)).vocabulary_digest)
+    context: int = 1 << 20
     calls: list[str] = field(default_factory=list)
     """Trajectories in the order of their arrival."""
 
@@ -51,6 +56,14 @@ class KnownTeacher(stubs.TeacherServiceServicer):
                 yield pb.ScoreTokensResponse(item_index=index, column=teacher_to_pb(scores))
         if silent:
             await asyncio.Event().wait()
+
+    async def Describe(self, request: pb.DescribeTeacherRequest, context: Any) -> pb.DescribeTeacherResponse:
+        return pb.DescribeTeacherResponse(
+            teacher="of another run",
+            manifest_digest=self.digest,
+            vocabulary_digest=self.vocabulary,
+            context_token_count=self.context,
+        )
 
     def _column(self, ids: Float32Array, temperature: float, top_k: int) -> TeacherColumn:
         logprobs = known_logprobs(ids, temperature)
@@ -84,7 +97,7 @@ def taught_run(folder: Path, teachers: Mapping[str, Mapping[str, Any]], temperat
         {
             "name": "taught",
             "folder": str(folder),
-            "model": {"path": "recipe:countdown"},
+            "model": {"path": MODEL},
             "data": {"source": {"type": "jsonl", "path": "rows.jsonl"}, "domain_field": "domain"},
             "rollout": {"temperature": temperature},
             "teachers": teachers,

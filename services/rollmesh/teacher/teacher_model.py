@@ -19,12 +19,11 @@ from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.teachers import TeacherConfig
 from rollmesh.errors import CheckpointError, ConfigError, DataError
-from rollmesh.runtime.grpc import MAX_MESSAGE_BYTES
 from rollmesh.text import Tokenizer
+from rollmesh.wire.teacher_checks import check_teacher, teacher_place
 
 _SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt"})
 _THREADS = 8
-_LOGPROB_BYTES, _TOP_BYTES = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,32 +78,6 @@ def read_teacher_model(config: RunConfig, name: str) -> TeacherModel:
     )
 
 
-def check_teacher(
-    config: RunConfig, name: str, vocabulary_digest: str, context_token_count: float, policy_vocabulary_digest: str
-) -> None:
-    """Raise ConfigError for a teacher of another vocabulary or with a shorter context than the run."""
-    place = _place(config, name)
-    if vocabulary_digest != policy_vocabulary_digest:
-        raise ConfigError(
-            f"{place}: another tokenizer than that of model.path={config.model.path} (vocabulary digests "
-            f"{vocabulary_digest[:12]} and {policy_vocabulary_digest[:12]}), so that its log-probabilities are those "
-            "of other tokens; use a teacher of the policy's model family, or start from a model of the teacher's"
-        )
-    longest = config.generator.max_context_tokens
-    if context_token_count < longest:
-        raise ConfigError(
-            f"{place}: its context has {context_token_count} tokens, fewer than generator.max_context_tokens="
-            f"{longest}; lower that, or use a teacher with a longer context"
-        )
-    top_k = teacher_of(config, name).top_k
-    most = (MAX_MESSAGE_BYTES // longest - _LOGPROB_BYTES) // _TOP_BYTES
-    if top_k > most:
-        raise ConfigError(
-            f"teachers.{name}.top_k={top_k}: with generator.max_context_tokens={longest} the scores of a trajectory "
-            f"exceed a message of {MAX_MESSAGE_BYTES >> 20} MiB; set at most {most}"
-        )
-
-
 def manifest_digest(folder: Path) -> str:
     """Return the sha256 (hex) of the names and contents of the weights, tokenizer and settings of a model folder."""
     names = sorted(file.name for file in folder.iterdir() if file.suffix in _SUFFIXES and file.name != MANIFEST_FILE)
@@ -130,15 +103,9 @@ def keep_digest(config: RunConfig, name: str, digest: str) -> None:
     before = file.read_text(encoding="ascii")
     if before != digest:
         raise ConfigError(
-            f"{_place(config, name)}: its files have changed since this run began (digest {digest[:12]}, before "
+            f"{teacher_place(config, name)}: its files have changed since this run began (digest {digest[:12]}, before "
             f"{before[:12]}), and scores of two teachers are not comparable; restore them, or start a new run"
         )
-
-
-def _place(config: RunConfig, name: str) -> str:
-    teacher = config.teachers[name]
-    field = "model" if teacher.address is None else "address"
-    return f"teachers.{name}.{field}={getattr(teacher, field)}"
 
 
 def _positions(settings: Mapping[str, Any]) -> float:

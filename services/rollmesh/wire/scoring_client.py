@@ -54,6 +54,8 @@ class _Connection(Generic[M]):
     address: str
     item_count: int = 0
     """Number of items in calls in progress."""
+    checked: bool = False
+    """True once the service behind it was checked."""
     failed: bool = False
     """True if the channel must be closed once idle: a new one connects at once, an old one backs off for minutes."""
 
@@ -96,6 +98,9 @@ class ScoringClient(ABC, Generic[M, R]):
     @abstractmethod
     def _open(self, channel: grpc.aio.Channel) -> OpenCall[M]:
         """Return the function that calls the service behind a channel."""
+
+    async def _check(self, channel: grpc.aio.Channel, timeout: float, metadata: tuple[tuple[str, str], ...]) -> None:
+        """Check the service behind a new channel; an error is that of every call that waits for it."""
 
     @abstractmethod
     def _result(self, response: Any) -> R:
@@ -160,6 +165,9 @@ class ScoringClient(ABC, Generic[M, R]):
                 # Built for each attempt: the token may have changed since the previous one.
                 metadata = call_metadata(traceparent=batch[0].traceparent, token=self._security.sent_token)
                 try:
+                    if not connection.checked:
+                        await self._check(connection.channel, remaining, metadata)
+                        connection.checked = True
                     await self._receive(connection.call, batch, remaining, metadata)
                     self._waits.end(self._name)
                     return

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import cached_property
 
 import grpc.aio
 import numpy as np
 
 from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import NoTeacherScores, TeacherUnavailable
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.port_security import OPEN, PortSecurity
+from rollmesh.text import Tokenizer
 from rollmesh.types import TeacherColumn, Trajectory
 from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 from rollmesh.wire.codec import teacher_from_pb, tensor_to_pb
 from rollmesh.wire.scoring_client import OpenCall, ScoringClient
 from rollmesh.wire.service_addresses import Addresses, service_addresses
+from rollmesh.wire.teacher_checks import check_teacher
 
 
 class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
@@ -37,6 +42,7 @@ class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
     ) -> None:
         """``name``: of the teacher in the run file, which also gives the addresses unless they are passed."""
         self.name, self.config, self._temperature = name, config.teachers[name], config.rollout.temperature
+        self._run = config
         section = f"teachers.{name}"
         addresses = addresses or service_addresses(config, section, self.config.address, teacher_service(name))
         super().__init__(section, addresses, security, self.config.timeout_seconds, waits)
@@ -64,6 +70,19 @@ class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
             timeout=timeout,
             metadata=metadata,
         )
+
+    async def _check(self, channel: grpc.aio.Channel, timeout: float, metadata: tuple[tuple[str, str], ...]) -> None:
+        """Raise ConfigError for services at an address that do not fit this run; those of its folder check it."""
+        if self.config.address is None:
+            return
+        stub = stubs.TeacherServiceStub(channel)  # type: ignore[no-untyped-call]
+        found = await stub.Describe(pb.DescribeTeacherRequest(), timeout=timeout, metadata=metadata)
+        policy = await asyncio.to_thread(lambda: self._policy_vocabulary)
+        check_teacher(self._run, self.name, found.vocabulary_digest, found.context_token_count, policy)
+
+    @cached_property
+    def _policy_vocabulary(self) -> str:
+        return Tokenizer(resolve_model(self._run.model.path)).vocabulary_digest
 
     def _result(self, response: pb.ScoreTokensResponse) -> TeacherColumn:
         if not response.HasField("column"):

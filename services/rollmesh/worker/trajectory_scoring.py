@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rollmesh.config.rollout import RewardConfig
 from rollmesh.curriculum.shapers import overlong_penalty
-from rollmesh.errors import DataError, NoTeacherScores, RewardUnavailable
+from rollmesh.errors import ConfigError, DataError, NoTeacherScores, RewardUnavailable
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
@@ -106,6 +106,8 @@ class TrajectoryScorer:
         self._log = get_logger("scoring")
         self.problem = ""
         """Reason why the newest answer without a reward, or without a teacher's scores, has none."""
+        self.refused: ConfigError | None = None
+        """Error of a teacher that does not fit the run; ends the worker."""
 
     async def score(
         self, trajectory: Trajectory, known: RewardOutcome | None = None, budget: int | None = None
@@ -148,6 +150,9 @@ class TrajectoryScorer:
             result = replace(result, teacher=await column)
             self._columns.end()
             return result
+        except ConfigError as error:
+            self.refused = error
+            raise
         except NoTeacherScores as error:
             self.problem = str(error)
             self._columns.show(f"an answer has no scores of its teacher: {error}")

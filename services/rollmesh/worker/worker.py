@@ -320,6 +320,8 @@ class Worker:
                         await self._deps.store.policies.require(version)
             except StoreUnavailable as error:
                 self._log.warning("watch_failed", message=str(error))
+            if (refused := self._deps.scorer.refused) is not None:
+                raise refused
             self._observe()
             await asyncio.sleep(_WATCH_SECONDS)
 

@@ -1,10 +1,12 @@
 """A teacher's scores of every trajectory, beside its reward, and what becomes of a trajectory without them."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from rollmesh.errors import ConfigError
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.health import Waits
 from rollmesh.store import EvalRequest
@@ -152,6 +154,20 @@ async def test_a_teacher_that_is_away_is_waited_for_and_nothing_is_lost(store, t
             assert run.value("rollmesh_rollout_teacher_failures_total") == 0
     assert sorted(t.trajectory_id for t in members(batch)) == [f"e0-{g}.{m}" for g in range(2) for m in range(4)]
     assert waits.text() == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"vocabulary": "ef" * 32}, "another tokenizer than that of model.path=recipe:countdown"),
+        ({"context": 2047}, "its context has 2047 tokens, fewer than generator.max_context_tokens=2048; lower that"),
+    ],
+)
+async def test_a_service_at_an_address_that_does_not_fit_the_run_ends_its_workers(store, tmp_path, other, message):
+    async with taught_by(tmp_path, {"math": KnownTeacher(**other)}) as teachers:
+        with pytest.raises(ConfigError, match=r"teachers\.math\.address=127\.0\.0\.1:.*" + re.escape(message)):
+            async with whole_mesh(store, ScriptedGenerator("a"), teachers=teachers) as run:
+                await run.trainer.train(1)
 
 
 async def test_answers_of_an_evaluation_have_no_teacher(store, tmp_path):

@@ -27,12 +27,13 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.teacher.main import serve
 from rollmesh.teacher.teacher_engine import ScoreRequest, TokenScores
 from rollmesh.teacher.teacher_metrics import TeacherMetrics
-from rollmesh.teacher.teacher_model import check_teacher, manifest_digest
+from rollmesh.teacher.teacher_model import manifest_digest
 from rollmesh.teacher.teacher_service import ServedTeacher, TeacherService
 from rollmesh.text import Tokenizer
 from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 from rollmesh.wire.codec import teacher_from_pb, tensor_to_pb
+from rollmesh.wire.teacher_checks import check_teacher
 
 from ...contract.contract_kit import KEY, StandIn
 from ...kit.run_files import run_config
