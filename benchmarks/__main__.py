@@ -11,6 +11,7 @@ BENCHES = {
     "engine": "tokens per CPU second of the torch engine, beside Hugging Face generate",
     "train": "train steps beside padded micro-batches, and with shared prefixes beside those without",
     "trl": "updates of the demo, beside TRL's GRPOTrainer",
+    "distil": "30 updates on the demo's trained policy as teacher, beside as many with rewards",
     "agents": "calls of agents in sessions, beside the same calls sent straight to the generator",
     "queue": "full lives of trajectories in the queue, beside a bare Redis stream",
     "reload": "the time from publishing a policy to serving it, and the pause of running calls",

@@ -49,7 +49,7 @@ def test_an_example_begins_with_its_purpose_its_command_and_the_first_changes(fi
 
 @by_stem
 def test_a_run_can_start_from_an_example(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the model and the SGLang of its machine: a small model of the same context, a server at an address."""
+    """Without the models and the SGLang of its machine: small models of the same context, a server at an address."""
     monkeypatch.chdir(ROOT)
     example = load_run_config(file, environ={})
     changes = []
@@ -60,8 +60,11 @@ def test_a_run_can_start_from_an_example(file: Path, tmp_path: Path, monkeypatch
         positions = {"max_position_embeddings": example.generator.max_context_tokens}
         (model / "config.json").write_text(json.dumps({**described, **positions}))
         changes.append(f"model.path={model}")
+    server = "{url: 'http://127.0.0.1:30000'}"
+    for name, teacher in example.teachers.items():
+        changes.append(f"teachers.{name}.model={model if changes else 'recipe:countdown'}")
+        changes += [f"teachers.{name}.sglang={server}"] if teacher.engine == "sglang" else []
     if example.generator.engine == "sglang":
-        server = "{url: 'http://127.0.0.1:30000'}"
         changes.append(f"generator.sglang={server}")
 
     found = check_run(load_run_config(file, changes, environ={}), tries_inputs=False)
