@@ -71,7 +71,6 @@ def make_config(folder: Path, temperature: float = 1.0, **teacher: Any) -> RunCo
         "generator": {"max_context_tokens": CONTEXT, "device": "cpu"},
         "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 1.0}}},
         "teachers": {TEACHER: {"model": str(folder / "teacher"), "device": "cpu", **teacher}},
-        "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 1.0}}},
     }
     return validate_run_config(settings, "test")
 
