@@ -42,7 +42,8 @@ class TeacherConfig(Section):
     tokens_per_microbatch: int = Field(default=8192, ge=16)
     """Token budget of one forward pass (engine torch)."""
     timeout_seconds: float = Field(default=300.0, gt=0)
-    """Time limit for the scores of a trajectory, with all retries."""
+    """Time limit for the scores of a trajectory, its wait in the service included; after it ``on_error`` applies. A
+    teacher of which no service is reached is waited for."""
     on_error: Literal["unscorable", "dead_letter"] = "unscorable"
     """Outcome of a trajectory that the teacher cannot score. unscorable: another answer replaces it in the group;
     dead_letter: like unscorable, and the trajectory is kept for inspection."""

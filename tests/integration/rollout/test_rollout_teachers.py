@@ -127,6 +127,19 @@ async def test_a_model_that_changes_within_a_run_is_refused_until_the_first_one_
     assert "the model cdcdcdcdcdcd (manifest digest), but this run began with abababababab" in reason
 
 
+async def test_the_replay_of_a_letter_whose_teacher_failed_has_scores(store, tmp_path):
+    teacher = KnownTeacher(change=lambda name, column: "too long" if name == "e0-0.0" else column)
+    async with taught_by(tmp_path, {"math": teacher}, math={"on_error": "dead_letter"}) as teachers:
+        async with whole_mesh(store, ScriptedGenerator("a"), steps=2, teachers=teachers) as run:
+            await reached(store.dead_letters.newest)
+            replay = await store.dead_letters.replay("e0-0.0")
+            await run.trainer.train(1)
+            batch = await run.trainer.train(2)
+    replayed = [t for t in members(batch) if t.group_id == replay]
+    assert len(replayed) == 4
+    assert all(np.array_equal(t.teacher.logprobs, known_logprobs(t.response_ids)) for t in replayed)
+
+
 async def test_an_answer_without_a_reward_needs_no_scores(store, tmp_path):
     """Its teacher never answers, and it waits for the reward only."""
     teacher = KnownTeacher(change=lambda name, column: None if name.endswith(".0") else column)
