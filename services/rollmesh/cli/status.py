@@ -16,6 +16,7 @@ from rich.table import Table
 from rollmesh.checkpoints.sealing import known_token, page_link
 from rollmesh.cli.common import JsonOption, RunFolderArgument, run_async, run_of, store_of
 from rollmesh.config import RunConfig
+from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import StoreUnavailable
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import output_console
@@ -70,6 +71,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             }
             data["gateways"] = [page.url for page in pages]
             data["agents"] = [api.url for api in apis]
+            data["teachers"] = _teachers(config, folder.path)
             typer.echo(json.dumps(data, default=str))
             return
         table = Table("field", "value", title=f"run {config.name}")
@@ -81,7 +83,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             table.add_row(name, escape(value))
         for name, wait in waits.items():
             table.add_row(f"{name} waits", escape(wait))
-        _add_queue(table, config, view, counts)
+        _add_queue(table, config, view, counts, folder.path)
         for api in apis:
             table.add_row("OpenAI-compatible API", api.url)
         if pages or apis:
@@ -93,6 +95,16 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             _print_generators(generators)
 
     run_async(main)
+
+
+def _teachers(config: RunConfig, folder: Path) -> dict[str, str]:
+    """Return the model and the services of each teacher by name."""
+    found = {}
+    for name, teacher in config.teachers.items():
+        running = len(read_endpoints(folder, teacher_service(name)))
+        services = teacher.address or f"{running} of {teacher.replicas} services"
+        found[name] = f"{teacher.model or 'model of its services'}, {services}"
+    return found
 
 
 def _way_to(page: Endpoint, config: RunConfig) -> str:
@@ -120,7 +132,7 @@ async def _service_waits(run: Path) -> Mapping[str, str]:
     return states.waits
 
 
-def _add_queue(table: Table, config: RunConfig, view: MeshView, counts: StoreCounts) -> None:
+def _add_queue(table: Table, config: RunConfig, view: MeshView, counts: StoreCounts, folder: Path) -> None:
     table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
     table.add_row("policy version", f"{view.policy_version}")
     resting = f", {view.resting} resting" if view.resting else ""
@@ -128,6 +140,8 @@ def _add_queue(table: Table, config: RunConfig, view: MeshView, counts: StoreCou
     aside = f", {view.aside_groups} aside" if view.aside_groups else ""
     table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready{aside}")
     table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
+    for name, teacher in _teachers(config, folder).items():
+        table.add_row(f"teacher {name}", escape(teacher))
     for reason, number in sorted(counts.drops.items()):
         table.add_row(f"dropped: {reason}", str(number))
     for reason, total in WASTE_TOTALS.items():

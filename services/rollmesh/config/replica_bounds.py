@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.config.run import RunConfig
+from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError
 
 SCALABLE = ("generator", "reward", "rollout")
@@ -37,9 +38,16 @@ def check_scale(config: RunConfig, service: str, replicas: int) -> None:
 
 
 def configured_replicas(config: RunConfig) -> dict[str, int]:
-    """Return the replicas of every scalable service in the run file."""
+    """Return the replicas of every scalable service and every teacher in the run file."""
     return {
         "generator": config.generator.replicas,
         "reward": config.launcher.reward_replicas,
         "rollout": config.launcher.rollout_replicas,
+        **{teacher_service(name): each.replicas for name, each in config.teachers.items() if each.address is None},
     }
+
+
+def replica_field(config: RunConfig, service: str) -> str:
+    """Return the field with the replicas of a service of ``configured_replicas``."""
+    teachers = {teacher_service(name): f"teachers.{name}.replicas" for name in config.teachers}
+    return {"generator": "generator.replicas", **teachers}.get(service, f"launcher.{service}_replicas")

@@ -68,9 +68,6 @@ def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str
     """Return the service processes that the run file configures, in start order."""
     counts = {"trainer": 1, **configured_replicas(config)}
     agents = config.rollout.program == "agent" if config.agents.enabled is None else config.agents.enabled
-    counts |= {
-        teacher_service(name): teacher.replicas for name, teacher in config.teachers.items() if teacher.address is None
-    }
     counts |= {"gateway": int(config.gateway.enabled), "agents": agents * config.launcher.agents_replicas}
     return [
         service_spec(config, folder, environment, service, index)

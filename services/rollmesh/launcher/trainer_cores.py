@@ -1,8 +1,9 @@
 """Processes and threads of the trainer on the cores of this machine, for ``launcher.trainer_processes: auto``.
 
-Generators decode on cores too, and on a core that does both another rank gains nothing: those are left out. On the
-others a process tries a train step in each way before the services start (``rollmesh.trainer.core_trial``). The choice
-is kept in the run folder, so that a run that continues on as many cores replays its steps with the same ranks.
+Generators and teachers compute on cores too, and on a core that does both another rank gains nothing: those are left
+out. On the others a process tries a train step in each way before the services start (``rollmesh.trainer.core_trial``).
+The choice is kept in the run folder, so that a run that continues on as many cores replays its steps with the same
+ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollmesh.config import RunConfig
+from rollmesh.config.generator import GeneratorConfig
+from rollmesh.config.teachers import TeacherConfig
 from rollmesh.file_writes import write_text
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import thread_variables
@@ -44,10 +47,12 @@ class CoreWay:
 
 
 def idle_cores(config: RunConfig, cores: int, *, on_gpu: bool) -> int:
-    """Return the cores that no generator decodes on, at least one; ``on_gpu`` if this machine has a GPU."""
-    generator = config.generator
-    decodes_here = generator.engine == "torch" and (generator.device == "cpu" or not on_gpu)
-    return max(1, cores - generator.replicas * config.launcher.torch_threads) if decodes_here else cores
+    """Return the cores that no generator or teacher computes on, at least one; ``on_gpu``: this machine has a GPU."""
+    teachers = (teacher for teacher in config.teachers.values() if teacher.address is None)
+    servers: list[GeneratorConfig | TeacherConfig] = [config.generator, *teachers]
+    here = (each for each in servers if each.engine == "torch")
+    busy = sum(each.replicas for each in here if each.device == "cpu" or not on_gpu)
+    return max(1, cores - busy * config.launcher.torch_threads)
 
 
 def fastest(ways: Sequence[CoreWay], threads: int) -> CoreWay:
@@ -66,7 +71,7 @@ async def trainer_way(config: RunConfig, folder: RunFolder, note: Callable[[str]
         return CoreWay(processes=processes, threads=threads)
     idle, way = idle_cores(config, cores, on_gpu=has_gpu()), CoreWay(processes=1, threads=threads)
     if idle == 1:
-        note(f"trainer: {way}, because the generators decode on the other cores")
+        note(f"trainer: {way}, because the generators (and teachers) compute on the other cores")
         return way
     if config.trainer.optimizer == "adamw_8bit":
         return way  # its moments cannot be split over processes

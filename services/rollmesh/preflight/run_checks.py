@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.config import RunConfig
-from rollmesh.config.replica_bounds import configured_replicas
+from rollmesh.config.replica_bounds import configured_replicas, replica_field
 from rollmesh.config.rollout import RewardConfig
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError
@@ -22,13 +22,6 @@ from rollmesh.teacher.teacher_model import read_teacher_model
 
 MOST_TRAIN_STEPS = 10**9
 """Largest number of train steps; a second each would take 30 years."""
-_REPLICA_FIELDS = {
-    "agents": "launcher.agents_replicas",
-    "generator": "generator.replicas",
-    "reward": "launcher.reward_replicas",
-    "rollout": "launcher.rollout_replicas",
-    "trainer": "launcher.trainer_processes",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +92,17 @@ def check_service(config: RunConfig, service: str) -> None:
 
 def check_inline(config: RunConfig) -> None:
     """Raise ConfigError for a run whose services cannot share one process."""
-    if config.generator.engine == "sglang":
+    engines = {"generator": config.generator.engine} | {f"teachers.{n}": t.engine for n, t in config.teachers.items()}
+    if (place := next((place for place, engine in engines.items() if engine == "sglang"), None)) is not None:
         raise ConfigError(
-            "generator.engine=sglang: an SGLang server needs its own processes; leave out --inline, or debug the run "
-            "with generator.engine=torch in another folder"
+            f"{place}.engine=sglang: an SGLang server needs its own processes; leave out --inline, or debug the run "
+            f"with {place}.engine=torch in another folder"
         )
     launcher = config.launcher
     counts = {"trainer": launcher.least_trainer_processes, "agents": launcher.agents_replicas}
     for service, count in {**configured_replicas(config), **counts}.items():
         if count > 1:
-            field = _REPLICA_FIELDS[service]
+            field = "launcher.trainer_processes" if service == "trainer" else replica_field(config, service)
             raise ConfigError(f"{field}={count}: --inline runs one {service} in this process; add --set {field}=1")
 
 

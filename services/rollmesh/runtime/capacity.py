@@ -14,7 +14,8 @@ import psutil
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.config.replica_bounds import configured_replicas
+from rollmesh.config.replica_bounds import configured_replicas, replica_field
+from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.endpoints import read_endpoints
 
@@ -69,14 +70,16 @@ def check_configured(config: RunConfig, machine: Machine) -> None:
             f"{machine.cores} cores of this machine; lower it, or use --force"
         )
     service = max(replicas, key=lambda name: replicas[name])
-    field = f"{service}.replicas" if service == "generator" else f"launcher.{service}_replicas"
-    starts = f"{field}={replicas[service]}: the run file starts {total} service processes"
+    starts = f"{replica_field(config, service)}={replicas[service]}: the run file starts {total} service processes"
     if total > limit:
         raise ConfigError(
             f"{starts}, more than {limit}, {PROCESSES_PER_CORE} for each of the {machine.cores} cores of this machine; "
             "lower it, or use --force"
         )
-    needed = total * _LEAST_PROCESS_BYTES + replicas["generator"] * _weight_bytes(config)
+    needed = total * _LEAST_PROCESS_BYTES
+    needed += replicas["generator"] * _weight_bytes(config.model.path, config.generator.device)
+    for name, teacher in config.teachers.items():
+        needed += replicas.get(teacher_service(name), 0) * _weight_bytes(str(teacher.model), teacher.device)
     if needed > machine.available_bytes:
         raise ConfigError(
             f"{starts}, which need {needed >> 20} MiB; {machine.available_bytes >> 20} MiB of memory are available: "
@@ -105,12 +108,12 @@ def refuse_overload(
         )
 
 
-def _weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of the weights that each generator holds in this machine's memory."""
-    if config.generator.device != "cpu":
+def _weight_bytes(model: str, device: str) -> int:
+    """Return the bytes of the weights that a process with this model and device holds in this machine's memory."""
+    if device != "cpu":
         return 0
     try:
-        return sum(file.stat().st_size for file in resolve_model(config.model.path).glob("*.safetensors"))
+        return sum(file.stat().st_size for file in resolve_model(model).glob("*.safetensors"))
     except (ConfigError, OSError):
         return 0  # the checks of the model name the problem
 

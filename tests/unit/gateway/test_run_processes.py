@@ -61,11 +61,16 @@ def test_every_command_of_the_launcher_names_its_service(tmp_path: Path, ranks: 
             "generator": {"replicas": 2},
             "launcher": {"trainer_processes": ranks, "reward_replicas": 3, "agents_replicas": 2},
             "agents": {"enabled": True},
+            "teachers": {"large-1": {"model": "m", "replicas": 2}, "far": {"address": "far:7070", "domains": ["law"]}},
+            "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 1}}},
+            "data": {"source": {"type": "jsonl", "path": "rows.jsonl"}, "domain_field": "domain"},
         },
         "test",
     )
     specs = service_specs(config, RunFolder(tmp_path), {})
-    assert len(specs) >= 9
+    assert len(specs) >= 11
+    teachers = [spec.name for spec in specs if spec.service.startswith("teacher")]
+    assert teachers == ["teacher-large-1-0", "teacher-large-1-1"]
     assert [spec.index for spec in specs if spec.service == "agents"] == [0, 1]
     assert [service_of(spec.command) for spec in specs] == [spec.name for spec in specs]
     assert service_of(["redis-server", "--port", "0"]) is None

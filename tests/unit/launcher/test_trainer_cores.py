@@ -50,6 +50,18 @@ def test_cores_are_idle_that_no_generator_decodes_on(tmp_path, generator, on_gpu
     assert idle_cores(config, 8, on_gpu=on_gpu) == idle
 
 
+def test_a_core_that_a_teacher_computes_on_is_not_idle(tmp_path):
+    near, far = {"model": "m", "replicas": 2, "domains": ["a"]}, {"address": "far:7070", "domains": ["b"]}
+    config = run_of(
+        tmp_path,
+        generator={"replicas": 3},
+        teachers={"near": near, "far": far},
+        trainer={"algorithm": {"teacher": {"reverse_kl_coefficient": 1.0}}},
+        data={"source": {"type": "jsonl", "path": "rows.jsonl"}, "domain_field": "domain"},
+    )
+    assert idle_cores(config, 8, on_gpu=False) == 3
+
+
 @pytest.mark.parametrize(
     ("seconds", "taken"),
     [
