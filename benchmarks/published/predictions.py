@@ -39,6 +39,8 @@ _PROMPT_TOKENS = 256
 _SLOTS = 256
 """Calls of a generator at the same time: the default of vLLM."""
 _TRAIN_STEPS = 20
+_ACCEPTANCE = 0.7
+"""Chance that a draft token is accepted if those before it are: no source has it by position."""
 _TIMES = ("switch_seconds", "step_fixed_seconds", "storage_bytes_per_second", "swap_seconds", "reward_seconds")
 
 
@@ -157,7 +159,6 @@ def arm_settings(
     weights = WEIGHT_BYTES * weight_count(find_model(setup.model))
     while weights > _WEIGHT_SHARE * devices * find_gpu(gpu).memory_bytes:
         devices *= 2
-    is_base = setup.model.startswith("qwen2.5")  # the others are reasoning models
     overrides = [
         *companion_settings(PRESETS[arm.preset]),
         f"schedule.preset={arm.preset}",
@@ -180,9 +181,10 @@ def arm_settings(
         "tensor_parallel": devices,
         "trainer_devices": arm.trainer_gpus or arm.generator_gpus,
         "colocated": not arm.trainer_gpus,
-        "lengths": f"dapo-32b:cap={setup.response_tokens}" if is_base else "intern-s1-math",
+        "lengths": f"dapo-32b:cap={setup.response_tokens}" if setup.is_base else "intern-s1-math",
         "prompt_tokens": _PROMPT_TOKENS,
         "reward_workers": groups * setup.group_size,
+        "drafts": f"{arm.drafts}:acceptance={_ACCEPTANCE}" if arm.drafts else None,
         **times,
     }
     config = load_run_config(DEFAULT_RUN, overrides)

@@ -105,7 +105,8 @@ def with_section(document: str, section: str) -> str:
 
 def _setup(setup: PublishedSetup) -> str:
     gpus = " over ".join(
-        f"`{arm.preset}` {arm.generator_gpus}" + (f" + {arm.trainer_gpus}" if arm.trainer_gpus else "")
+        f"`{arm.preset}`{' with drafts' if arm.drafts else ''} {arm.generator_gpus}"
+        + (f" + {arm.trainer_gpus}" if arm.trainer_gpus else "")
         for arm in (setup.method, setup.baseline)
     )
     gpu = setup.gpu or f"{GPU} (assumed)"

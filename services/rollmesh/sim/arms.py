@@ -24,7 +24,14 @@ from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_leader import LOOK_SECONDS
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 from rollmesh.sim.simulated_worker import NOTICE_SECONDS
-from rollmesh.sim.simulation_setup import DEFAULT_RUN, SCALE_RUN, SimulationSetup, mesh_settings, model_name
+from rollmesh.sim.simulation_setup import (
+    ASSUMED_DRAFTS,
+    DEFAULT_RUN,
+    SCALE_RUN,
+    SimulationSetup,
+    mesh_settings,
+    model_name,
+)
 
 _OF_A_MODEL = ("gpu", "tensor_parallel", "trainer_devices", "colocated", "switch_seconds", "curve")
 _OF_TIMES = ("step_fixed_seconds", "storage_bytes_per_second", "swap_seconds", "reward_seconds", "reward_sigma")
@@ -43,6 +50,11 @@ def assumptions(
     assumed: dict[str, object] = setup.model_dump(exclude_none=True)
     assumed |= {"prompt_tokens": settings.prompts.prompt_tokens, "prompts": settings.prompts.count}
     assumed |= {"cache_tokens": settings.fleet.cache_tokens, "solve_rate": "uniform, not changed by training"}
+    fleet = settings.fleet
+    if fleet.drafts is not None:
+        gains = fleet.drafts.tokens_per_step(fleet.costs, fleet.slots, fleet.class_lengths)
+        by_running = ", ".join(f"{gain:.2f} at {running}" for running, gain in gains.items())
+        assumed |= {"drafts": setup.drafts or ASSUMED_DRAFTS, "tokens_of_a_call_per_step": by_running}
     assumed |= {"worker_notice_seconds": NOTICE_SECONDS, "leader_look_seconds": LOOK_SECONDS}
     if calibrated_on:
         kept = {name: value for name, value in assumed.items() if name not in MEASURED}

@@ -45,6 +45,13 @@ class EngineCosts:
         """Return the seconds of one decode step with ``context`` tokens in all running calls together."""
         return self.base[running] + self.slope[running] * context
 
+    def wide(self, tokens: float) -> float:
+        """Return the seconds of a step of so many tokens without its context; those beyond the table are prefilled."""
+        low = min(int(tokens), self.slots - 1)
+        share = min(tokens - low, 1.0)
+        beyond = max(0.0, tokens - self.slots) * self.prefill_seconds_per_token
+        return (1 - share) * self.base[low] + share * self.base[low + 1] + beyond
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:

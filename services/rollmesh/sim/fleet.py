@@ -14,6 +14,7 @@ from rollmesh.sim.decode_curve import EngineCosts
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.generator_clock import GeneratorClock
 from rollmesh.sim.simulated_calls import SimulatedGenerator, SimulatedTrajectory
+from rollmesh.sim.simulated_drafts import SimulatedDrafts
 from rollmesh.types import GeneratorRecord, PolicyRecord, VersionNeed
 from rollmesh.worker.routing import Candidates, Placement
 
@@ -33,6 +34,14 @@ class FleetSettings:
     on_new_version: Literal["interrupt", "keep_kv", "drain"]
     rules: ReloadRules
     placement: Placement = Placement.CALLS
+    drafts: SimulatedDrafts | None = None
+    """Drafts of the engines; None decodes one token a step."""
+    class_lengths: tuple[float, ...] = ()
+    """Length of a response of each class of ``drafts``."""
+
+    def token_costs(self) -> EngineCosts:
+        """Return the costs of a token of every running call."""
+        return self.costs if self.drafts is None else self.drafts.costs(self.costs, self.slots, self.class_lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,7 @@ class Fleet:
     ) -> None:
         """``on_progress`` takes a trajectory, the tokens of its call from its start on, and the version of them all."""
         self.settings = settings
+        self._costs = settings.token_costs()
         self.generators: dict[str, SimulatedGenerator] = {}
         """By name; a generator that has ended is not among them."""
         self.finished: deque[tuple[SimulatedTrajectory, int]] = deque()
@@ -93,7 +103,7 @@ class Fleet:
         self._started += 1
         sizes = self.settings
         engine = GeneratorClock(
-            sizes.costs, slots=sizes.slots, cache_tokens=sizes.cache_tokens, slow_factor=slow_factor
+            self._costs, slots=sizes.slots, cache_tokens=sizes.cache_tokens, slow_factor=slow_factor
         )
         engine.advance(self._clock.now)
         record = GeneratorRecord(

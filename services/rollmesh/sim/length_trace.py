@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
@@ -24,7 +24,7 @@ from rollmesh.errors import ConfigError, DataError
 from rollmesh.report.audit import open_checkpoints
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.sim.simulated_calls import SimulatedTurn
-from rollmesh.types import Int32Array, SegmentSource, Trajectory
+from rollmesh.types import Float64Array, Int32Array, SegmentSource, Trajectory
 
 _REMEDY = "write one with: rollmesh sim --export RUN_FOLDER"
 _MOST_TOKENS = 2**31 - 1
@@ -214,6 +214,11 @@ class TracedLengths:
     def draw(self, position: int, prompt: int, members: int, *, step: float = 0.0) -> Int32Array:
         """Return the sampled tokens of the first members of a group, as ``LengthModel.draw`` does."""
         return np.array([sum(chosen.outputs) for chosen in self._chosen(position, prompt, members)], dtype=np.int32)
+
+    def quantiles(self, probabilities: Sequence[float]) -> Float64Array:
+        """Return the sampled tokens at these probabilities."""
+        totals = [sum(trajectory.outputs) for group in self.groups for trajectory in group]
+        return np.quantile(totals, probabilities)
 
     def prompt_tokens(self, prompt: int) -> int:
         """Return the tokens of a prompt: the most that a trajectory of its group has."""

@@ -8,7 +8,7 @@ marginal that is the usual split of the variance of ln(length) into a part betwe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import NormalDist
@@ -103,6 +103,11 @@ class LengthModel:
         lengths = self.marginal.at(z) * (1 + self.growth_per_step) ** step
         capped: Int32Array = np.minimum(np.maximum(np.rint(lengths), 1), self.cap).astype(np.int32)
         return capped
+
+    def quantiles(self, probabilities: Sequence[float]) -> Float64Array:
+        """Return the lengths at these probabilities."""
+        z = np.array([NormalDist().inv_cdf(probability) for probability in probabilities])
+        return np.minimum(self.marginal.at(z), self.cap)
 
 
 def _positive(name: str, value: float) -> None:

@@ -89,6 +89,8 @@ def recorded_times(run: RecordedRun) -> RunRecords:
     """
     if run.config is None:
         raise DataError(f"{run.path}: {run.config_problem}")
+    if run.config.generator.speculation != "off":
+        raise DataError(f"{run.path}: its decode steps have drafts in them; give a run with generator.speculation=off")
     pauses = train_series(run.metrics.records, run.timeline.records).pauses
     began = float(pauses[-1, 1]) if len(pauses) else 0.0
     updates = tuple(update for update in trained_updates(run.path) if update.cut_at >= began)

@@ -35,6 +35,7 @@ from rollmesh.sim.roofline import (
     find_model,
     weight_count,
 )
+from rollmesh.sim.simulated_drafts import LONGEST_DRAFT, SimulatedDrafts
 from rollmesh.sim.simulated_mesh import MeshSettings
 from rollmesh.sim.simulated_trainer import TrainerModel
 from rollmesh.worker.routing import Placement
@@ -48,6 +49,9 @@ _STEP_START = ("recompute", "current")
 _OLDER_WEIGHTS = ("stage_end", "snapshot", "ewma")
 """Sources of old logprobs that need a pass with other weights."""
 _LONG = 10**12
+ASSUMED_DRAFTS = "history:acceptance=0.7"
+_CLASS_MIDDLES = (5 / 6, 1 / 2, 1 / 6)
+"""Probabilities of the lengths that stand for the long, the medium and the short third of the responses."""
 _PROMPTS = 10_000
 
 
@@ -68,6 +72,8 @@ class SimulationSetup(Section):
     """Time to hand shared devices over, in each direction."""
     curve: str | None = None
     """File of a measured decode curve; null uses the roofline of the GPU."""
+    drafts: str | None = None
+    """Speculative decoding, RULE:acceptance=A; null for that of generator.speculation, with an assumed acceptance."""
     lengths: str = "deepcoder-14b"
     """Lengths of the responses: a name, a run folder or a trace; see docs/simulator.md."""
     growth_per_step: float = Field(default=0.0, gt=-1)
@@ -191,17 +197,30 @@ def _fleet(config: RunConfig, setup: SimulationSetup, roofline: Roofline, prompt
             "generator.on_new_version=interrupt, keep_kv or drain for the simulation"
         )
     longest = _longest_call(config, prompts.lengths, prompts.prompt_tokens)
+    drafts = _drafts(config, setup)
+    if setup.curve is not None:
+        costs = DecodeCurve.read(Path(setup.curve)).costs(generator.slots)
+    else:
+        costs = roofline.costs(generator.slots * (1 if drafts is None else 1 + LONGEST_DRAFT))
     return FleetSettings(
         count=generator.replicas,
         slots=generator.slots,
         cache_tokens=generator.kv_token_capacity or roofline.cache_tokens(longest),
-        costs=(DecodeCurve.read(Path(setup.curve)) if setup.curve is not None else roofline).costs(generator.slots),
+        costs=costs,
         fetch_seconds=_transfer_seconds(setup, roofline),
         swap_seconds=setup.swap_seconds,
         on_new_version=generator.on_new_version,
         rules=ReloadRules.from_config(config),
         placement=Placement(config.rollout.placement),
+        drafts=drafts,
+        class_lengths=tuple(prompts.lengths.quantiles(_CLASS_MIDDLES).tolist()),
     )
+
+
+def _drafts(config: RunConfig, setup: SimulationSetup) -> SimulatedDrafts | None:
+    if setup.drafts is not None:
+        return SimulatedDrafts.parse(setup.drafts)
+    return None if config.generator.speculation == "off" else SimulatedDrafts.parse(ASSUMED_DRAFTS)
 
 
 def _lengths(config: RunConfig, setup: SimulationSetup) -> LengthModel | TracedLengths:

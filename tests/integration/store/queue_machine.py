@@ -20,11 +20,12 @@ from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import Cursor, Desired, ResumeOrder
 from rollmesh.prompt_history import PromptOutcome
-from rollmesh.sim.queue_model import GroupState, HeldSaves, ModelGroup, QueueModel
+from rollmesh.sim.queue_model import GroupState, ModelGroup
 from rollmesh.store import ReleaseReason, TokenDigest, TrajectoryStore
 from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_prompt
 
+from ...kit.whole_queue_model import HeldSaves, WholeQueueModel
 from .queue_workers import PICK, QueueWorkers, kept_scores, segments
 from .store_mesh import column_bytes, copy_of_keys, group, limits, policy, put_back
 from .stored_keys import read_truth
@@ -68,7 +69,7 @@ class QueueMachine(QueueWorkers):
             most_members=most_members,
             has_rounds=True,
         )
-        self.model = QueueModel(rules)
+        self.model = WholeQueueModel(rules)
         self.cursor = 0
         self.do(self.store.limits.init_run(rules))
         leader = self.do(self.store.leadership.acquire("machine"))

@@ -13,13 +13,14 @@ from typing import Any, ClassVar, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from rollmesh.sim.queue_model import GroupState, HeldSaves, ModelMember, QueueModel, Save
+from rollmesh.sim.queue_model import GroupState, ModelMember, Save
 from rollmesh.store import Append, Finish, FirstToken, ReleaseReason, Score, TokenDigest, TrajectoryStore, WriteStatus
 from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_segments
 from rollmesh.types import FinishReason, ForkStatus, Segment
 from rollmesh.v1.trajectory_pb2 import TeacherColumn
 
+from ...kit.whole_queue_model import HeldSaves, WholeQueueModel
 from .store_mesh import UNSCORABLE, Forgetful, column, column_bytes, held, scored, segment
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class QueueWorkers(RuleBasedStateMachine):
     group_size: ClassVar[int] = 2
     numbers: ClassVar[itertools.count[int]] = itertools.count()
     store: TrajectoryStore
-    model: QueueModel
+    model: WholeQueueModel
     leader: Any
 
     def __init__(self) -> None:

@@ -40,6 +40,8 @@ def test_the_figures_are_those_of_the_sources() -> None:
         "RollPacker": [1.30, 1.48, 2.21],
         "verl staleness": [1.30, 1.49, 1.49],
         "verl asynchronous": [2.66, 1.92, 2.35],
+        "RhymeRL": [2.10, 2.60],
+        "DAS": [2.00, 1.43, 1.33],
         "StreamRL": [1.55, 2.66],
         "RollArt": [2.05, 1.35, 1.31],
     }
@@ -54,7 +56,7 @@ def test_both_arms_of_a_set_up_have_its_batch_and_as_many_gpus(published: Publis
     assert method.devices == baseline.devices
     assert method.prompts == baseline.prompts
     assert method.schedule.groups_per_batch == baseline.schedule.groups_per_batch == published.setup.groups_per_batch
-    assert method.schedule.window_groups > baseline.schedule.window_groups
+    assert method.schedule.window_groups > baseline.schedule.window_groups or method.fleet.drafts is not None
 
 
 @pytest.mark.parametrize("published", ROWS, ids=lambda each: each.name)

@@ -28,8 +28,9 @@ from rollmesh.scheduling.decide import (
     leader_steps,
 )
 from rollmesh.sim.invariants import Invariants
-from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
+from rollmesh.sim.queue_model import GroupState, ModelMember, Save
 
+from ...kit.whole_queue_model import WholeQueueModel
 from .overtaking import Overtaking
 
 WORKERS = 3
@@ -75,7 +76,7 @@ class VirtualMesh:
     preemptions: int = 0
     stuck_group: int | None = None
     """Admission index, from 0, of the group whose first rollout never ends."""
-    queue: QueueModel = field(init=False)
+    queue: WholeQueueModel = field(init=False)
     invariants: Invariants = field(init=False)
     overtaking: Overtaking = field(init=False)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class VirtualMesh:
 
     def __post_init__(self) -> None:
         rules = self.schedule
-        self.queue = QueueModel(
+        self.queue = WholeQueueModel(
             RunLimits(
                 group_size=rules.group_size,
                 groups_per_batch=rules.groups_per_batch,

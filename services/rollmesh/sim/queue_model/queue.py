@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rollmesh.errors import Conflict
-from rollmesh.mesh import Desired, DropReason, GroupView, MeshView, WasteReason
+from rollmesh.mesh import Desired, GroupView, MeshView, WasteReason
 from rollmesh.scheduling.decide import Admit, BeginAgain, CutBatch, Evict, LeaderStep, Recall, SetDesired
 from rollmesh.sim.queue_model.group_operations import RestartOperations, RoundOperations
 from rollmesh.sim.queue_model.records import GroupState, ModelGroup, ModelRound
@@ -219,17 +219,6 @@ class QueueModel(WorkerOperations, RestartOperations, RoundOperations):
         self.totals["consumed_total"] += len(self.batch)
         self.batch, self.batch_is_confirmed, self.trained_step = (), False, self.cut_step
         self.times.trained()
-
-    def roll_back(self) -> int:
-        """Revert a cut without a batch file and drop all unclaimed groups; returns their number."""
-        if self.batch and not self.batch_is_confirmed:
-            for group in self.claim():
-                self.move_group(group, GroupState.READY)
-            self.batch, self.cut_step = (), self.trained_step
-        unclaimed = [*self.groups[GroupState.OPEN].values(), *self.groups[GroupState.READY].values()]
-        for group in unclaimed:
-            self.drop(group, DropReason.ROLLED_BACK)
-        return len(unclaimed)
 
 
 def _views(state: QueueState, groups: Iterable[GroupView]) -> tuple[GroupView, ...]:

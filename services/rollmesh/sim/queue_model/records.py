@@ -33,14 +33,6 @@ class Save(NamedTuple):
     """Distinguishes these tokens from those of other saves."""
 
 
-class HeldSaves(NamedTuple):
-    """A worker's memory of a trajectory: perhaps more than was saved, perhaps of another incarnation."""
-
-    trajectory_id: str
-    incarnation: int
-    saves: tuple[Save, ...]
-
-
 class GroupState(StrEnum):
     """State of a group in the queue."""
 
