@@ -21,6 +21,11 @@ def stack_sets(sets: Sequence[Int32Array]) -> KeptSets:
     return KeptSets(counts=np.array([len(ids) for ids in sets], np.int32), ids=np.concatenate(sets))
 
 
+def split_sets(sets: KeptSets) -> list[Int32Array]:
+    """Return the ids of each token's set; the inverse of ``stack_sets``."""
+    return np.split(sets.ids, np.cumsum(sets.counts)[:-1])
+
+
 def slice_sets(sets: KeptSets, start: int, end: int | None = None) -> KeptSets:
     """Return the sets of the tokens from ``start`` up to ``end``."""
     ends = np.concatenate(([0], np.cumsum(sets.counts, dtype=np.int64)))

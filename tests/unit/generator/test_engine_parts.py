@@ -139,7 +139,7 @@ def test_every_slot_has_the_tokens_of_the_steps_in_which_it_had_a_row():
         assert sampled.counts(slots).tolist() == [len(known[slot]) for slot in slots]
         slot = int(slots[0])
         if rng.random() < 0.1:
-            sampled.reset(slot)
+            sampled.reset(slot, np.empty(0, np.int32))
             known[slot], delivered[slot] = [], 0
         start = max(delivered[slot], len(known[slot]) - CAPACITY)
         token_ids, logprobs = sampled.since(slot, start)

@@ -20,17 +20,21 @@ import torch
 from torch import Tensor
 
 from rollmesh.generator.engines.torch.adapters import BASE
-from rollmesh.generator.engines.torch.decoder_model import DecodePlan, DecoderModel, StepBuffers, TierShare
+from rollmesh.generator.engines.torch.decode_plan import DecodePlan, StepBuffers, TierShare
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kernels import Int64Array
-from rollmesh.generator.engines.torch.kv_cache import KvCache, TierRows
+from rollmesh.generator.engines.torch.kv_cache import KvCache, PlanKey
+from rollmesh.generator.engines.torch.sampling import BoolArray
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Function that captures work over static memory and returns a function that replays it."""
 
 _SPAN = 16
 """Attention spans are rounded up to a multiple of this, so that a plan is valid for several steps."""
+_WIDE_SPAN = 64
+"""The same for wide steps, whose plans are made for each of several widths."""
 _MAX_STEPS = 64
-"""Maximum number of bucket combinations kept, with their graphs."""
+"""Maximum number of plans kept, with their graphs."""
 
 
 class Stepper:
@@ -40,9 +44,19 @@ class Stepper:
     """
 
     def __init__(
-        self, model: DecoderModel, cache: KvCache, slots: int, *, padded: bool = False, capture: Capture | None = None
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        slots: int,
+        *,
+        most_tokens: int = 0,
+        padded: bool = False,
+        capture: Capture | None = None,
     ) -> None:
-        """Create a decoder of at most ``slots`` rows; without ``capture``, padded steps are captured on a GPU only."""
+        """Create a decoder of at most ``slots`` rows, and wide steps of at most ``most_tokens`` tokens.
+
+        Without ``capture``, padded steps are captured on a GPU only.
+        """
         self._model = model
         self._cache = cache
         self._padded = padded
@@ -50,48 +64,50 @@ class Stepper:
         if padded and capture is None and model.device.type == "cuda":
             self._capture = _graph_capture(model.device)
         # Rounding up to a power of two less than doubles the rows.
-        scores = {"shared_score_tokens": cache.token_capacity} if padded else {}
-        self._buffers = StepBuffers(model, 2 * slots if padded else slots, **scores)
-        self._steps: OrderedDict[TierRows, _StaticStep] = cache.views
+        tokens = (2 if padded else 1) * max(slots, most_tokens)
+        self._buffers = model.step_buffers(tokens, shared_score_tokens=cache.token_capacity)
+        self._steps: OrderedDict[PlanKey, DecodePlan | _StaticStep] = cache.views
         self._current: DecodePlan | _StaticStep | None = None
         self._live: Tensor | None = None
-        """Rows of the padded step that belong to calls, int64 [rows]; None if all rows do."""
+        """Tokens of the padded step that belong to calls, int64; None if all do."""
 
-    def prepare(self, lengths: Int64Array, places: Int64Array | None = None) -> int:
-        """Prepare steps for the active rows; returns the number of steps for which this is valid.
+    def prepare(self, lengths: Int64Array, places: Int64Array | None = None, width: int = 1) -> int:
+        """Prepare steps of ``width`` tokens for the active rows; returns the number of steps for which this is valid.
 
         ``lengths`` [rows] are the cached tokens of all rows in order, including held rows, and ``places`` [rows] the
-        places of their adapters; None without adapters.
+        places of their adapters; None without adapters. All rows have room for ``width`` tokens.
         """
         shares: list[TierShare] = []
         rows: list[int] = []  # of the step: numbers of rows in ``lengths``, -1 for padding
         live: list[int] = []
-        steps, start = self._cache.longest, 0
-        for tier in self._cache.tiers:
+        key: list[tuple[int, int, int]] = [(-1, width, 0)]
+        steps, start, unit = self._cache.longest, 0, _SPAN if width == 1 else _WIDE_SPAN
+        for number, tier in enumerate(self._cache.tiers):
             first, start, used = start, start + len(tier.slots), tier.active_count
             if not used:
                 continue
             count = bucket(used, tier.row_capacity) if self._padded else used
             stop = min(start, first + count)  # held rows used as padding are written only after their tokens
-            longest = int(lengths[first:stop].max())
-            span = tier.width if self._padded else min(tier.width, (longest // _SPAN + 1) * _SPAN)
+            longest = int(lengths[first:stop].max()) + width - 1
+            span = tier.width if self._padded else min(tier.width, (longest // unit + 1) * unit)
             steps = min(steps, span - longest)
             live += range(len(rows), len(rows) + used)
             rows += [*range(first, stop), *[-1] * (first + count - stop)]
             shares.append(TierShare(tier, count, span))
-        counters = self._buffers.counters(np.append(lengths, 0)[rows])
+            key.append((number, count, span))
+        positions = (np.append(lengths, 0)[rows][:, None] + np.arange(width)).ravel()
+        counters = self._buffers.counters(positions)
         if self._model.adapters is not None and places is not None:
-            self._model.adapters.arrange(np.append(places, BASE)[rows])
-        if not self._padded:
-            self._current = DecodePlan(self._buffers, shares, counters)
-            return steps
-        self._current = self._static_step(shares)
-        self._current.place(counters)
-        self._live = torch.tensor(live, device=self._model.device) if len(live) < len(rows) else None
+            self._model.adapters.arrange(np.repeat(np.append(places, BASE)[rows], width))
+        self._current = self._step(tuple(key), shares, counters, width)
+        self._live = None
+        if len(live) < len(rows):
+            tokens = np.array(live)[:, None] * width + np.arange(width)
+            self._live = torch.from_numpy(tokens.ravel()).to(self._model.device)
         return steps
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Append ``tokens`` int64 [active]; returns the logits [active, vocab], valid until the next step."""
+        """Append ``tokens`` int64 [active * width]; returns the logits of each, valid until the next step."""
         step, live = self._current, self._live
         assert step is not None
         if isinstance(step, DecodePlan):
@@ -101,18 +117,36 @@ class Stepper:
         step.tokens.index_copy_(0, live, tokens)
         return step.run(None).index_select(0, live)
 
+    def keep(self, kept: BoolArray) -> None:
+        """Keep these tokens of a wide step, [active, width]; the others are not seen by later steps."""
+        step = self._current
+        assert step is not None
+        plan = step if isinstance(step, DecodePlan) else step.plan
+        if self._live is not None:
+            full = np.zeros((len(plan.views.states) // kept.shape[1], kept.shape[1]), np.bool_)
+            full.ravel()[self._live.cpu().numpy()] = kept.ravel()
+            kept = full
+        plan.keep(kept)
+
     def release(self) -> None:
         """Drop the result of ``prepare`` because rows are about to move."""
         self._current = None
 
-    def _static_step(self, shares: list[TierShare]) -> _StaticStep:
-        key = tuple((self._cache.tiers.index(share.tier), share.rows) for share in shares)
+    def _step(self, key: PlanKey, shares: list[TierShare], counters: Tensor, width: int) -> DecodePlan | _StaticStep:
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = _StaticStep(self._model, self._buffers, shares, self._capture)
+            if self._padded:
+                step = _StaticStep(self._model, self._buffers, shares, width, self._capture)
+            else:
+                step = DecodePlan(self._buffers, shares, counters, width)
+                scores = [share.rows * width * share.span * self._buffers.arch.head_count for share in shares]
+                if not self._buffers.shares_scores(max(scores)):
+                    return step  # its scores are its own: too much memory to keep for many plans
+            self._steps[key] = step
             if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
+        step.place(counters)
         return step
 
 
@@ -120,15 +154,18 @@ class _StaticStep:
     """The decode step of one combination of buckets, over memory with fixed addresses."""
 
     def __init__(
-        self, model: DecoderModel, buffers: StepBuffers, shares: list[TierShare], capture: Capture | None
+        self,
+        model: DecoderModel,
+        buffers: StepBuffers,
+        shares: list[TierShare],
+        width: int,
+        capture: Capture | None,
     ) -> None:
         rows = sum(share.rows for share in shares)
-        self._counters = buffers.counters(np.zeros(rows, np.int64))
-        plan = DecodePlan(buffers, shares, self._counters)
-        tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        plan = self.plan = DecodePlan(buffers, shares, buffers.counters(np.zeros(rows * width, np.int64)), width)
+        tokens = torch.zeros(rows * width, dtype=torch.int64, device=model.device)
         self.tokens = tokens
-        """Input of the step, int64 [padded rows]; token 0 in scratch rows."""
-        self._logits = plan.logits
+        """Input of the step, int64 [padded rows * width]; token 0 in scratch rows."""
         # Without ``self``: a cycle would keep the old memory of a moved block until the next garbage collection.
         self._work: Callable[[], object] = lambda: model.decode(tokens, plan)
         self._capture = capture
@@ -136,7 +173,7 @@ class _StaticStep:
 
     def place(self, counters: Tensor) -> None:
         """Set the next position of every row, and token 0 everywhere because the scratch rows may have changed."""
-        self._counters.copy_(counters)
+        self.plan.place(counters)
         self.tokens.zero_()
 
     def run(self, tokens: Tensor | None) -> Tensor:
@@ -150,7 +187,7 @@ class _StaticStep:
             self._work, self._capture = self._capture(self._work), None
         self._work()
         self._ran = True
-        return self._logits
+        return self.plan.views.logits
 
 
 def bucket(rows: int, most: int) -> int:

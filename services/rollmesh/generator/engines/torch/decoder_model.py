@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -15,18 +14,17 @@ from torch import Tensor
 
 from rollmesh.generator.engines.torch.adapters import BASE, AdapterRows, AdapterStack
 from rollmesh.generator.engines.torch.architecture import Architecture
+from rollmesh.generator.engines.torch.decode_plan import DecodePlan, StepBuffers
 from rollmesh.generator.engines.torch.kernels import (
     Int64Array,
     Multiply,
     NumpyMultiply,
     Operand,
-    as_pairs,
     fastest_multiply,
     rotate_,
     rotation_table,
     unit_norm,
 )
-from rollmesh.generator.engines.torch.kv_cache import Tier
 from rollmesh.generator.engines.torch.weights import Layer, Weights
 
 _LOGIT_ROWS = 1024
@@ -94,43 +92,53 @@ class DecoderModel:
         other._bind(weights)
         return other
 
+    def step_buffers(self, row_count: int, *, shared_score_tokens: int = 0) -> StepBuffers:
+        """Allocate memory of decode steps of this model."""
+        like, operand = self.weights.embedding, self.multiply.operand
+        return StepBuffers(self.arch, like, operand, row_count, shared_score_tokens=shared_score_tokens)
+
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
-        """Append one token to every row and advance the plan; returns the logits [rows, vocab], a reused buffer."""
-        multiply, x, adapters = self.multiply, plan.states, self.adapters
+        """Append the plan's tokens to every row; returns the logits [rows * width, vocab], a reused buffer.
+
+        ``tokens`` int64 [rows * width]. A plan of one token a row moves on by it.
+        """
+        multiply, views, adapters = self.multiply, plan.views, self.adapters
+        x = views.states
         adapted = None if adapters is None else adapters.rows_in_order(len(x))
         torch.index_select(self.weights.embedding, 0, tokens, out=x)
         rotations = self._rotations.index_select(0, plan.positions).unsqueeze(1)
         for tier in plan.tiers:
-            tier.mask.index_put_(tier.place, self._zero)
+            tier.begin(self._zero)
         for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
-            unit_norm(x, self._floor, plan.normed)
-            multiply(plan.normed_op, qkv, plan.qkv_op)
-            self._adapt_(plan.qkv, number, "qkv", plan.normed, adapted)
+            unit_norm(x, self._floor, views.normed)
+            multiply(views.normed_op, qkv, views.qkv_op)
+            self._adapt_(views.qkv, number, "qkv", views.normed, adapted)
             if layer.qkv_bias is not None:
-                plan.qkv.add_(layer.qkv_bias)
-            self._norm_heads_(plan.heads, layer)
-            if plan.pairs is not None:
-                plan.pairs.mul_(rotations)
+                views.qkv.add_(layer.qkv_bias)
+            self._norm_heads_(views.heads, layer)
+            if views.pairs is not None:
+                views.pairs.mul_(rotations)
             else:
-                rotate_(plan.heads, rotations)
+                rotate_(views.heads, rotations)
             for tier in plan.tiers:
-                self._attend(tier, number)
-            multiply(plan.attended_op, output, plan.change_op)
-            self._adapt_(plan.change, number, "output", plan.attended, adapted)
-            x.add_(plan.change)
+                tier.attend(multiply, number, self._scale)
+            multiply(views.attended_op, output, views.change_op)
+            self._adapt_(views.change, number, "output", views.attended, adapted)
+            x.add_(views.change)
             if layer.output_bias is not None:
                 x.add_(layer.output_bias)
-            unit_norm(x, self._floor, plan.normed)
-            multiply(plan.normed_op, gate_up, plan.gate_up_op)
-            self._adapt_(plan.gate_up, number, "gate_up", plan.normed, adapted)
-            torch.mul(F.silu(plan.gate), plan.up, out=plan.gated)
-            multiply(plan.gated_op, down, plan.change_op)
-            self._adapt_(plan.change, number, "down", plan.gated, adapted)
-            x.add_(plan.change)
-        plan.counters.add_(1)
-        unit_norm(x, self._floor, plan.normed).mul_(self.weights.norm)
-        multiply(plan.normed_op, self._head, plan.logits_op)
-        return plan.logits
+            unit_norm(x, self._floor, views.normed)
+            multiply(views.normed_op, gate_up, views.gate_up_op)
+            self._adapt_(views.gate_up, number, "gate_up", views.normed, adapted)
+            torch.mul(F.silu(views.gate), views.up, out=views.gated)
+            multiply(views.gated_op, down, views.change_op)
+            self._adapt_(views.change, number, "down", views.gated, adapted)
+            x.add_(views.change)
+        if plan.width == 1:
+            plan.counters.add_(1)
+        unit_norm(x, self._floor, views.normed).mul_(self.weights.norm)
+        multiply(views.normed_op, self._head, views.logits_op)
+        return views.logits
 
     def prefill(
         self, tokens: Tensor, places: Int64Array | None = None, past: Past | None = None
@@ -268,15 +276,6 @@ class DecoderModel:
         if layer.qk_norm is not None:  # heads [rows, kv, g + 1, d]
             heads.copy_(unit_norm(heads, self._head_floor).mul_(layer.qk_norm))
 
-    def _attend(self, tier: TierPlan, number: int) -> None:
-        multiply = self.multiply
-        tier.keys[number].index_put_(tier.place, tier.new_key)
-        tier.values[number].index_put_(tier.place, tier.new_value)
-        multiply(tier.query_op, tier.span_key_ops[number], tier.scores_op)
-        torch.add(tier.span_mask, tier.scores, alpha=self._scale, out=tier.scores)
-        torch.softmax(tier.scores, -1, out=tier.shares)
-        multiply(tier.shares_op, tier.span_value_ops[number], tier.attended_op)
-
 
 class Past(NamedTuple):
     """Cached beginnings of contexts that a prefill continues, right-padded with zeros to n tokens."""
@@ -307,106 +306,6 @@ class Past(NamedTuple):
         new = torch.ones((length, length), dtype=torch.bool, device=device).tril().expand(batch, length, length)
         seen = torch.cat((cached, new), 2)
         return self.keys.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None, None]
-
-
-class TierShare(NamedTuple):
-    """Part of one tier in a step: its first rows, over the first ``span`` tokens."""
-
-    tier: Tier
-    rows: int
-    span: int
-
-
-class StepBuffers:
-    """Memory of decode steps, of the model's type and device; plans are views of it."""
-
-    def __init__(self, model: DecoderModel, row_count: int, *, shared_score_tokens: int = 0) -> None:
-        """Allocate buffers for plans of at most ``row_count`` rows.
-
-        All plans share one buffer for attention scores of at most ``shared_score_tokens`` (rows * span of a tier); 0
-        gives each plan its own buffer.
-        """
-        arch, like = model.arch, model.weights.embedding
-        self.arch = arch
-        self.operand = model.multiply.operand
-        self.states, self.normed, self.change = (like.new_empty((row_count, arch.hidden_size)) for _ in range(3))
-        self.qkv = like.new_empty((row_count, arch.kv_head_count, arch.heads_per_kv + 2, arch.head_size))
-        self.attended = like.new_empty((row_count, arch.kv_head_count, arch.heads_per_kv, arch.head_size))
-        self.gate_up = like.new_empty((row_count, 2 * arch.mlp_size))
-        self.gated = like.new_empty((row_count, arch.mlp_size))
-        self.logits = like.new_empty((row_count, arch.vocab_size))
-        self.rows = torch.arange(row_count * arch.kv_head_count, device=like.device)
-        self._scores = like.new_empty((2, shared_score_tokens * arch.head_count))
-
-    def counters(self, lengths: Int64Array) -> Tensor:
-        """Return the next position of every row and kv head, int64 [rows * kv_heads]."""
-        return torch.from_numpy(np.repeat(lengths, self.arch.kv_head_count)).to(self.rows.device)
-
-    def scores(self, *shape: int) -> Tensor:
-        """Return memory for scores and their softmax, [2, ...]."""
-        if not self._scores.numel():
-            return self.qkv.new_empty((2, *shape))
-        return self._scores[:, : math.prod(shape)].view(2, *shape)
-
-
-class DecodePlan:
-    """Views of the memory that one decode step reads and writes, except weights; reused until the rows change.
-
-    Attributes named ``..._op`` are operands of the model's ``Multiply`` over the memory of the tensor before them.
-    """
-
-    def __init__(self, buffers: StepBuffers, shares: Sequence[TierShare], counters: Tensor) -> None:
-        """Plan a step for these shares of the tiers; it advances ``counters`` [rows * kv_heads]."""
-        arch, op, count = buffers.arch, buffers.operand, sum(share.rows for share in shares)
-        starts = accumulate((share.rows for share in shares), initial=0)
-        self.tiers = [TierPlan(buffers, share, at, counters) for share, at in zip(shares, starts, strict=False)]
-        self.counters = counters  # int64 [rows * kv_heads], next position of each: advanced by one a step
-        self.positions = counters[:: arch.kv_head_count]  # int64 [rows]
-        self.states = buffers.states[:count]  # [rows, hidden], the residual stream
-        self.normed = buffers.normed[:count]  # [rows, hidden]
-        self.normed_op = op(self.normed)
-        self.qkv = buffers.qkv[:count].view(count, -1)  # [rows, kv_heads * (g + 2) * d]
-        self.qkv_op = op(self.qkv)
-        self.heads = buffers.qkv[:count, :, : arch.heads_per_kv + 1]  # [rows, kv_heads, g + 1, d], queries and keys
-        # The same as complex pairs, [rows, kv_heads, g + 1, d / 2]; float32 only.
-        self.pairs = as_pairs(self.heads) if self.heads.dtype == torch.float32 else None
-        self.attended = buffers.attended[:count].view(count, -1)  # [rows, heads * d]
-        self.attended_op = op(self.attended)
-        self.gate_up = buffers.gate_up[:count]  # [rows, 2 * mlp]
-        self.gate_up_op = op(self.gate_up)
-        self.gate, self.up = self.gate_up[:, : arch.mlp_size], self.gate_up[:, arch.mlp_size :]  # [rows, mlp] each
-        self.gated = buffers.gated[:count]  # [rows, mlp]
-        self.gated_op = op(self.gated)
-        self.change = buffers.change[:count]  # [rows, hidden], added to the residual stream by a block
-        self.change_op = op(self.change)
-        self.logits = buffers.logits[:count]  # [rows, vocab]
-        self.logits_op = op(self.logits)
-
-
-class TierPlan:
-    """Views of one tier in a step. n = rows in use * kv_heads, g = query heads per kv head, d = head size."""
-
-    def __init__(self, buffers: StepBuffers, share: TierShare, start: int, counters: Tensor) -> None:
-        """Plan a tier's share, whose first row is row ``start`` of the step."""
-        arch, op, (tier, rows, span) = buffers.arch, buffers.operand, share
-        heads, group, stop = arch.kv_head_count, arch.heads_per_kv, start + rows
-        used = rows * heads
-        qkv = buffers.qkv[start:stop].view(used, group + 2, arch.head_size)
-        # Layers stay together until the end: one unbind instead of one slice per layer.
-        keys, values, mask = tier.keys[:, :used], tier.values[:, :used], tier.mask[:used]
-        # int64 [n] each: row and position that this step writes
-        self.place = buffers.rows[:used], counters[start * heads : stop * heads]
-        self.keys = keys.transpose(2, 3).unbind(0)  # per layer [n, width, d], to write by place
-        self.values = values.unbind(0)  # per layer [n, width, d]
-        self.mask = mask[:, 0]  # [n, width]
-        self.new_key, self.new_value = qkv[:, group], qkv[:, group + 1]  # [n, d] each
-        self.query_op = op(qkv[:, :group])  # [n, g, d]
-        self.span_key_ops = tuple(op(layer) for layer in keys[..., :span].unbind(0))  # per layer [n, d, span]
-        self.span_value_ops = tuple(op(layer) for layer in values[:, :, :span].unbind(0))  # per layer [n, span, d]
-        self.span_mask = mask[..., :span]  # [n, 1, span]
-        self.scores, self.shares = buffers.scores(used, group, span)  # [n, g, span] each, and softmax of the scores
-        self.scores_op, self.shares_op = op(self.scores), op(self.shares)
-        self.attended_op = op(buffers.attended[start:stop].view(used, group, arch.head_size))  # [n, g, d]
 
 
 def prefill_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -24,8 +24,8 @@ from rollmesh.types import Int32Array
 
 _ALIGNMENT = 16
 
-TierRows = tuple[tuple[int, int], ...]
-"""Number and row count of each tier in use."""
+PlanKey = tuple[tuple[int, int, int], ...]
+"""Number, rows and span of each tier in a step, and the step's tokens a row as (-1, tokens, 0)."""
 
 
 def tier_widths(longest: int, *, coarse: bool = False) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class KvCache:
         self.longest = widths[-1]
         """Longest context that one row can hold."""
         self.tiers = [Tier(arch, width, dtype, device) for width in widths]
-        self.views: OrderedDict[TierRows, Any] = OrderedDict()
+        self.views: OrderedDict[PlanKey, Any] = OrderedDict()
         """Objects that address the memory of tiers; dropped before the block of one of their tiers is reallocated."""
         self.prefixes = Prefixes()
         self._place: dict[int, tuple[Tier, int]] = {}
@@ -264,6 +264,6 @@ class KvCache:
 
     def _resize(self, tier: Tier, row_capacity: int) -> None:
         number = self.tiers.index(tier)
-        for key in [key for key in self.views if any(number == n for n, _ in key)]:
+        for key in [key for key in self.views if any(number == part[0] for part in key)]:
             del self.views[key]
         tier.resize(row_capacity)

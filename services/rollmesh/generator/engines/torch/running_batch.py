@@ -20,6 +20,7 @@ from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache
 from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder, sample
 from rollmesh.generator.engines.torch.slots import RunningCall, SlotTable
+from rollmesh.generator.engines.torch.speculation import Proposal, Speculation
 from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, KeptSets
 
 _HISTORY = 512
@@ -43,9 +44,16 @@ class RunningBatch:
     """
 
     def __init__(
-        self, model: DecoderModel, cache: KvCache, stepper: Stepper, slot_count: int, policy_version: int
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        stepper: Stepper,
+        slot_count: int,
+        policy_version: int,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model = model
+        self.speculation = speculation
         self.adapters = model.adapters
         self.cache = cache
         self.policy_version = policy_version
@@ -61,9 +69,13 @@ class RunningBatch:
         self._order: RowOrder | None = None
         self._planned_steps = 0
         """Steps until a row outgrows the prepared step or its tier."""
+        self._outgrown = True
+        """Whether a row may have outgrown its tier; valid while ``_order`` is."""
         self._tokens = torch.empty(0, dtype=torch.int64)
         self._rows = np.zeros(0, np.int64)
         """Slots of all rows of the cache, in order, while ``_order`` is valid."""
+        self._widths = np.zeros(0, np.int64)
+        """Widths of all rows, while ``_order`` is valid."""
         self._held: dict[RunningCall, float] = {}
         """Calls held because their callers are late to save, with the start of the hold (monotonic seconds)."""
         self._prefixes: dict[int, Prefix] = {}
@@ -84,30 +96,92 @@ class RunningBatch:
         return min(self._held.values(), default=None)
 
     def step(self) -> None:
-        """Sample one token for every active call and emit the chunks that are due; requires an active call."""
-        order = self._schedule()
-        logits = self._stepper.logits(self._tokens)
-        drawn = sample(logits, order.next_noise(), order.sampling)
-        self._tokens = drawn.tokens
-        self._postprocess(order, drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy(), drawn.kept_sets)
+        """Sample a token, or several, for every active call and emit the chunks due; requires an active call."""
+        order, speculation = self._arranged(), self.speculation
+        if speculation is None:
+            self._plain_step(order)
+            return
+        started, before = speculation.clock(), self.counters.generated_token_total
+        proposal = speculation.propose(order.slots, self._last_tokens, self.slots, self._free_places)
+        if proposal is None:
+            self._plain_step(order, uneven=speculation.looked)
+        else:
+            self._wide_step(order, proposal, speculation)
+        tokens = self.counters.generated_token_total - before
+        speculation.measure(len(order.slots), tokens, speculation.clock() - started)
 
-    def _schedule(self) -> RowOrder:
-        """Return the order of the active calls' rows, and prepare the model for it; both last until rows change."""
+    def _arranged(self) -> RowOrder:
+        """Return the order of the active calls' rows, which lasts until rows change."""
         if self._order is None:
             self.cache.hold({c.slot for c in self._held})
             tiers = self.cache.tiers
             self._rows = np.array([slot for tier in tiers for slot in tier.slots], np.int64)
             slots = np.array([slot for tier in tiers for slot in tier.slots[: tier.active_count]], np.int64)
+            self._widths = np.repeat([tier.width for tier in tiers], [len(tier.slots) for tier in tiers])
             self._order = self.slots.arrange(slots)
             self._tokens = torch.from_numpy(self.slots.last_tokens[slots]).to(self.model.device)
+        return self._order
+
+    def _plain_step(self, order: RowOrder, *, uneven: bool = False) -> None:
+        """Sample a token for every active call; ``uneven`` between steps in which rows advance by different counts."""
         if self._planned_steps <= 0:
             self._planned_steps = self._stepper.prepare(self.slots.cached(self._rows), self.slots.places[self._rows])
-        return self._order
+        logits = self._stepper.logits(self._tokens)
+        if uneven:
+            noise = order.noise_of(1)
+            order.advance(np.int64(1))
+        else:
+            noise = order.next_noise()
+        drawn = sample(logits, noise, order.sampling)
+        self._tokens = drawn.tokens
+        self._postprocess(order, drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy(), drawn.kept_sets)
+
+    def _last_tokens(self) -> Int64Array:
+        """Return the last token of every active row."""
+        found: Int64Array = self._tokens.cpu().numpy()
+        return found
+
+    def _free_places(self) -> int:
+        """Return the tokens that fit in every row of the cache."""
+        found: int = (self._widths - self.slots.cached(self._rows)).min()
+        return found
+
+    def _wide_step(self, order: RowOrder, proposal: Proposal, speculation: Speculation) -> None:
+        """Sample the tokens of all places of the drafts, each with its noise; keep those whose context was sampled."""
+        slots, width, shape = order.slots, proposal.width, (len(order.slots), proposal.width)
+        inputs = np.zeros(shape, np.int64)
+        inputs[:, 0] = self._last_tokens()
+        for row, draft in proposal.drafts.items():
+            inputs[row, 1 : 1 + len(draft)] = draft
+        self._stepper.prepare(self.slots.cached(self._rows), self.slots.places[self._rows], width)
+        logits = self._stepper.logits(torch.from_numpy(inputs.ravel()).to(self.model.device))
+        drawn = sample(logits, order.noise_of(width), self.slots.sampling_of(order, width))
+        tokens, logprobs = drawn.tokens.cpu().numpy().reshape(shape), drawn.logprobs.cpu().numpy().reshape(shape)
+        # A token is kept while the one before it in its row is the draft's.
+        as_drafted = (tokens[:, :-1] == inputs[:, 1:]) & (np.arange(1, width) <= proposal.counts[:, None])
+        kept = np.ones(shape, np.bool_)
+        np.logical_and.accumulate(as_drafted, axis=1, out=kept[:, 1:])
+        counts = kept.sum(1)
+        self._stepper.keep(kept)
+        self.slots.record_wide(order, tokens, logprobs, counts, drawn.kept_sets)
+        order.advance(counts)
+        last = np.take_along_axis(tokens, counts[:, None] - 1, 1)[:, 0]
+        self._tokens = torch.from_numpy(last).to(self.model.device)
+        self._planned_steps = 0
+        self._outgrown = self._free_places() <= 0
+        self.decode_steps += 1
+        self.counters.generated_token_total += int(counts.sum())
+        speculation.verified(slots, proposal, counts.tolist(), last.tolist())
+        stopped, finite = order.stopped(last), (np.isfinite(logprobs) | ~kept).all(1)
+        order.steps_left = self.slots.steps_left(slots)
+        if order.steps_left <= 0 or stopped.any() or not finite.all():
+            self._end_or_deliver(order, stopped, finite)
 
     def _postprocess(self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array, sets: KeptSets | None) -> None:
         """Record the tokens of a step, [rows] each; look at single calls only if one has ended or a chunk is due."""
         self.slots.record(tokens, logprobs, sets)
         self._planned_steps -= 1
+        self._outgrown = self._planned_steps <= 0
         order.steps_left -= 1
         self.decode_steps += 1
         self.counters.generated_token_total += len(tokens)
@@ -150,6 +224,8 @@ class RunningBatch:
                     call.adapter_version = self.policy_version
                 place = self.adapters.place_of(call.adapter_version)
             slot = self.slots.occupy(call, int(context[-1]), len(ids), place)
+            if self.speculation is not None:
+                self.speculation.begin(call)
             self.cache.add(slot, len(ids))
             version = call.kv_min_version = call.newest_version = self._version_of(call)
             source, count = prefixes.longest(version, ids)
@@ -238,6 +314,11 @@ class RunningBatch:
         self.policy_version = policy_version
         self._forget_prefixes()
 
+    def forget_drafts(self) -> None:
+        """Drop the history: its tokens mean something else under another tokenizer."""
+        if self.speculation is not None:
+            self.speculation.forget()
+
     def put_adapter(self, version: int, factors: Factors) -> None:
         """Load an adapter beside the others; no call uses it until it is in service."""
         adapters = self.adapters
@@ -276,10 +357,10 @@ class RunningBatch:
         and the queue always advances.
         """
         preempted: list[RunningCall] = []
-        if self._order is not None and self._planned_steps > 0:
+        if self._order is not None and not self._outgrown:
             return preempted
         # Widest first: a tier must move its outgrown rows before it receives others.
-        for tier in reversed(self.cache.tiers[:-1]):
+        for tier in [tier for tier in reversed(self.cache.tiers[:-1]) if tier.slots]:
             while len(at := np.flatnonzero(self.slots.cached(np.array(tier.slots, np.int64)) >= tier.width)):
                 grown = [tier.slots[i] for i in at]
                 gain = self.cache.next_width(grown[0]) - tier.width
@@ -307,13 +388,16 @@ class RunningBatch:
 
     def _finish(self, call: RunningCall, reason: FinishReason, *, kept: bool = True) -> None:
         self._cut_chunk(call, reason)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        finished = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if finished:
             self.response_lengths.append(call.position)
-        self.remove(call, kept=kept)
+        self.remove(call, kept=kept, finished=finished)
 
-    def remove(self, call: RunningCall, *, kept: bool = False) -> None:
+    def remove(self, call: RunningCall, *, kept: bool = False, finished: bool = False) -> None:
         """End a call; ``kept`` keeps its delivered tokens in the cache, for a call that continues them."""
         self._write_back()
+        if self.speculation is not None:
+            self.speculation.end(call, finished=finished)
         slot, version = call.slot, self._version_of(call)
         self._held.pop(call, None)
         if (prefix := self._prefixes.pop(slot, None)) is not None:

@@ -29,6 +29,8 @@ _S30, _S27, _S31, _S16 = (np.uint64(n) for n in (30, 27, 31, 16))
 _BITS = 48
 _NOISE_STEPS = 8
 """Steps whose noise is computed at once."""
+_NOISE_AHEAD = 64
+"""Tokens of a row whose noise is computed at once."""
 
 
 def noise_key(seed: int, trajectory_id: str) -> int:
@@ -124,19 +126,48 @@ class RowOrder:
     steps_left: int
     """Steps until the next chunk is due or a budget ends."""
     keys: UInt64Array  # [rows]
-    positions: Int64Array  # [rows], positions of the next tokens without ``noise``
+    positions: Int64Array  # [rows], positions of the next tokens without ``noise`` or ``ahead``
     noise: list[Tensor] = field(default_factory=list)
-    """Uniform numbers of the next steps, the last step first, float64 [rows, 1] each."""
+    """Uniform numbers of the next steps of a token a row, the last step first, float64 [rows, 1] each."""
+    ahead: npt.NDArray[np.float64] | None = None
+    """Uniform numbers of each row's next tokens, [rows, tokens], where rows advance by different counts."""
+    used: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Numbers of ``ahead`` that are used, by row."""
+    wide_sampling: dict[int, StepSampling] = field(default_factory=dict)
+    """Sampling parameters of the tokens of a wide step, by its tokens a row."""
     device: torch.device
 
     def next_noise(self) -> Tensor:
-        """Return the uniform numbers of the next step, float64 [rows, 1]."""
+        """Return the uniform numbers of the next step of one token a row, float64 [rows, 1]."""
         if not self.noise:
+            self._settle()
             ahead = np.arange(_NOISE_STEPS)[::-1, None]
             numbers = torch.from_numpy(uniforms(self.keys, self.positions + ahead)).unsqueeze(2)
             self.noise = list(numbers.to(self.device).unbind())
             self.positions = self.positions + _NOISE_STEPS
         return self.noise.pop()
+
+    def noise_of(self, width: int) -> Tensor:
+        """Return the uniform numbers of the next ``width`` tokens of each row, float64 [rows * width, 1].
+
+        The rows advance by ``advance``.
+        """
+        rows = len(self.keys)
+        if self.ahead is None or self.used.max() + width > _NOISE_AHEAD:
+            self._settle()
+            self.ahead = uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD))
+            self.used = np.zeros(rows, np.int64)
+        numbers = self.ahead[np.arange(rows)[:, None], self.used[:, None] + np.arange(width)]
+        return torch.from_numpy(numbers.reshape(-1, 1)).to(self.device)
+
+    def advance(self, counts: Int64Array | np.int64) -> None:
+        """Move on by so many of the tokens of each row whose numbers ``noise_of`` has returned."""
+        self.used = self.used + counts
+
+    def _settle(self) -> None:
+        """Make ``positions`` those of the next tokens."""
+        self.positions = self.positions - len(self.noise) + (0 if self.ahead is None else self.used)
+        self.noise, self.ahead = [], None
 
     def stopped(self, tokens: Int64Array) -> BoolArray:
         """Return a mask of the rows that drew one of their stop ids, [rows]."""

@@ -14,9 +14,10 @@ import torch
 
 from rollmesh.generator.engines.call_limits import Backlog
 from rollmesh.generator.engines.torch.adapters import BASE
+from rollmesh.generator.engines.torch.drafts import COMPARED
 from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.sampling import PARAMETERS, BoolArray, RowOrder, StepSampling, noise_key
-from rollmesh.kept_sets import stack_sets
+from rollmesh.kept_sets import split_sets, stack_sets
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, KeptSets
 
 CAPACITY = 256
@@ -105,7 +106,7 @@ class SlotTable:
         sampling = call.request.sampling
         call.slot = slot
         self.calls[slot] = call
-        self._sampled.reset(slot)
+        self._sampled.reset(slot, call.context_ids()[-COMPARED:])
         self.last_tokens[slot] = last_token
         self.places[slot] = place
         self.cached_total += cached
@@ -140,10 +141,43 @@ class SlotTable:
         """Store the tokens of one step, [rows] each, in the order of the last ``arrange``."""
         self._sampled.append(tokens, logprobs)
         if sets is not None:
-            for slot, ids in zip(self._keeping, np.split(sets.ids, np.cumsum(sets.counts)[:-1]), strict=True):
+            for slot, ids in zip(self._keeping, split_sets(sets), strict=True):
                 self._sets[slot].append(ids)
         self.cached_total += len(tokens)
         self._step_count += 1
+
+    def record_wide(
+        self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array, counts: Int64Array, sets: KeptSets | None
+    ) -> None:
+        """Store the first ``counts`` tokens of each row of a wide step, [rows, width] each."""
+        slots, width = order.slots.tolist(), tokens.shape[1]
+        for row, (slot, count) in enumerate(zip(slots, counts.tolist(), strict=True)):
+            self._sampled.append_row(slot, tokens[row, :count], logprobs[row, :count])
+        if sets is not None:
+            kept = counts.tolist()
+            for at, ids in zip(order.wide_sampling[width].keeping.tolist(), split_sets(sets), strict=True):
+                if at % width < kept[at // width]:
+                    self._sets[slots[at // width]].append(ids)
+        self.cached_total += int(counts.sum())
+        self._step_count += 1
+
+    def recent(self, slot: int) -> bytes:
+        """Return the last ``COMPARED`` tokens of a call, int32, with zeros before its context."""
+        return self._sampled.newest(slot)
+
+    def room(self, slots: Int64Array) -> Int64Array:
+        """Return the tokens that each slot may sample until its next chunk is due or its budget ends, [slots]."""
+        left: Int64Array = np.minimum(self._due_at[slots], self._budgets[slots]) - self._sampled.counts(slots)
+        return left
+
+    def sampling_of(self, order: RowOrder, width: int) -> StepSampling:
+        """Return the sampling parameters of a step of ``width`` tokens a row."""
+        if width not in order.wide_sampling:
+            order.wide_sampling[width] = self._parameters(np.repeat(order.slots, width))
+        return order.wide_sampling[width]
+
+    def _parameters(self, slots: Int64Array) -> StepSampling:
+        return StepSampling.of_rows(self._sampling[slots], self._vocab_size, self._device)
 
     def undelivered(self, slot: int) -> int:
         return int(self._sampled.counts(slot) - self._delivered[slot])
@@ -179,7 +213,7 @@ class SlotTable:
         """Gather the arrays in the order of ``slots`` (the rows of the cache)."""
         self._sampled.arrange(slots)
         stops = self._stops[slots]
-        sampling = StepSampling.of_rows(self._sampling[slots], self._vocab_size, self._device)
+        sampling = self._parameters(slots)
         self._keeping = slots[sampling.keeping]
         return RowOrder(
             slots=slots,
@@ -194,7 +228,7 @@ class SlotTable:
 
     def steps_left(self, slots: Int64Array) -> int:
         """Return the number of steps until a chunk of these slots is due or a budget ends."""
-        return int((np.minimum(self._due_at[slots], self._budgets[slots]) - self._sampled.counts(slots)).min())
+        return int(self.room(slots).min())
 
     def due(self, slots: Int64Array) -> tuple[BoolArray, BoolArray]:
         """Return masks of the slots whose next chunk is due and of those whose budget is used up, [slots] each."""
@@ -232,9 +266,21 @@ class SampledTokens:
     def append(self, tokens: Int64Array, logprobs: Float32Array) -> None:
         self._steps.append((tokens, logprobs))
 
-    def reset(self, slot: int) -> None:
+    def append_row(self, slot: int, tokens: Int64Array, logprobs: Float32Array) -> None:
+        """Append tokens of one slot, [tokens] each."""
+        self._store()
+        start, count = int(self._counts[slot]) % CAPACITY, len(tokens)
+        at = slice(start, start + count) if start + count <= CAPACITY else np.arange(start, start + count) % CAPACITY
+        self._tokens[slot, at] = tokens
+        self._logprobs[slot, at] = logprobs
+        self._counts[slot] += count
+
+    def reset(self, slot: int, before: Int32Array) -> None:
+        """Start to count the tokens of a slot, which continue those ``before``."""
         self._store()
         self._counts[slot] = 0
+        self._tokens[slot, -COMPARED:] = 0
+        self._tokens[slot, CAPACITY - len(before) :] = before
 
     def counts(self, slots: int | Int64Array) -> Int64Array:
         self._store()
@@ -247,8 +293,20 @@ class SampledTokens:
         columns = np.arange(start, self._counts[slot]) % CAPACITY
         return self._tokens[slot, columns], self._logprobs[slot, columns]
 
+    def newest(self, slot: int) -> bytes:
+        """Return the last ``COMPARED`` tokens of a slot and those before, int32."""
+        stop = int(self.counts(slot)) % CAPACITY
+        row = self._tokens[slot]
+        parts = (row[stop - COMPARED : stop],) if stop >= COMPARED else (row[stop - COMPARED :], row[:stop])
+        return b"".join(part.tobytes() for part in parts)
+
     def _store(self) -> None:
         if not self._steps:
+            return
+        if len(self._steps) == 1:
+            place = (self._rows, self._counts[self._rows] % CAPACITY)
+            self._tokens[place], self._logprobs[place] = self._steps.pop()
+            self._counts[self._rows] += 1
             return
         tokens, logprobs = (np.stack(column, axis=1) for column in zip(*self._steps, strict=True))
         numbers = self._counts[self._rows][:, None] + np.arange(len(self._steps))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -25,7 +27,9 @@ from rollmesh.generator.engines.torch.kv_cache import KvCache, tier_widths
 from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
 from rollmesh.generator.engines.torch.slots import RunningCall
+from rollmesh.generator.engines.torch.speculation import MOST_TOKENS, Speculation
 from rollmesh.generator.engines.torch.weights import StagedWeights, Weights, load_weights
+from rollmesh.runtime.logging import get_logger
 from rollmesh.types import Chunk, Float32Array, GenerationCall, Int32Array
 
 T = TypeVar("T")
@@ -59,6 +63,8 @@ class TorchEngine:
         self._closed = False
         self._load_lock = asyncio.Lock()
         self._staged: StagedWeights | None = None
+        self._tokenizer: bytes | None = None
+        """Digest of the tokenizer of the newest policy; None if its folder has none."""
 
     async def start(self, folder: Path, policy_version: int) -> None:
         """Load the first policy and start the model thread.
@@ -74,12 +80,16 @@ class TorchEngine:
         if self._adapter is not None:
             config = self._adapter.config
             self._adapter_reader = await asyncio.to_thread(AdapterReader.of_base, folder, arch, config, self._dtype)
+        self._tokenizer = await asyncio.to_thread(_tokenizer_digest, folder)
         batch = self._make_batch(arch, weights, policy_version)
         self._thread = ModelThread(batch, self._config, asyncio.get_running_loop())
         self._thread.start()
 
     def _make_batch(self, arch: Architecture, weights: Weights, policy_version: int) -> RunningBatch:
-        config, graphs = self._config, self._config.cuda_graphs
+        config, graphs, speculation, most_tokens = self._config, self._config.cuda_graphs, None, 0
+        if config.speculation == "history":
+            clock = time.thread_time if self._device.type == "cpu" else time.perf_counter
+            speculation, most_tokens = Speculation(config.slots, arch.vocab_size, clock, static=graphs), MOST_TOKENS
         cache = KvCache(
             arch,
             token_capacity=config.kv_tokens,
@@ -95,7 +105,7 @@ class TorchEngine:
                 self._dtype,
                 self._device,
                 base_version=policy_version,
-                rows=2 * config.slots,  # padding less than doubles the rows of a step
+                rows=2 * max(config.slots, most_tokens),  # padding less than doubles the rows of a step
                 static=graphs,
             )
             stack.reserve(self._adapter.kept_versions + 1)
@@ -103,8 +113,8 @@ class TorchEngine:
         model = DecoderModel(
             arch, weights, config.max_context_tokens, self._device, swap_in_place=in_place, adapters=stack
         )
-        stepper = Stepper(model, cache, config.slots, padded=graphs)
-        return RunningBatch(model, cache, stepper, config.slots, policy_version)
+        stepper = Stepper(model, cache, config.slots, most_tokens=most_tokens, padded=graphs)
+        return RunningBatch(model, cache, stepper, config.slots, policy_version, speculation)
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
         thread = self._serving()
@@ -160,6 +170,7 @@ class TorchEngine:
                 weights = staged.weights
             else:
                 weights = await asyncio.to_thread(self._read_compatible, folder, thread.batch.model.arch)
+            await self._keep_drafts_of(folder)
             replaced = [thread.batch.model.weights]
             swap = Swap(weights=weights, policy_version=policy_version, mode=mode, done=Future())
             self._post(thread, lambda: thread.request_swap(swap))
@@ -167,6 +178,17 @@ class TorchEngine:
             # To free gigabytes takes a while: here, calls decode meanwhile.
             await asyncio.to_thread(replaced.clear)
             return held_seconds
+
+    async def _keep_drafts_of(self, folder: Path) -> None:
+        """Drop all drafts if the policy in ``folder`` has another tokenizer than the one before."""
+        before, self._tokenizer = self._tokenizer, await asyncio.to_thread(_tokenizer_digest, folder)
+        if (
+            self._config.speculation == "history"
+            and None not in (before, self._tokenizer)
+            and before != self._tokenizer
+        ):
+            await self._call(lambda thread: thread.batch.forget_drafts())
+            get_logger("generator").warning("drafts_dropped", reason="another tokenizer", folder=str(folder))
 
     async def _load_adapter(self, reader: AdapterReader, folder: Path, version: int) -> None:
         """Read an adapter and load it beside the others; the base has none."""
@@ -225,6 +247,7 @@ class TorchEngine:
             paused=thread.paused,
             decode_step_total=batch.decode_steps,
             decode_seconds_total=batch.decode_seconds,
+            speculation=None if batch.speculation is None else batch.speculation.counters,
             **asdict(batch.counters),
         )
 
@@ -270,6 +293,11 @@ class TorchEngine:
 
         self._post(thread, command)
         return await asyncio.wrap_future(done)
+
+
+def _tokenizer_digest(folder: Path) -> bytes | None:
+    file = folder / "tokenizer.json"
+    return hashlib.sha256(file.read_bytes()).digest() if file.is_file() else None
 
 
 def _device(name: str) -> torch.device:
