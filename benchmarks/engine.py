@@ -4,6 +4,8 @@ One thread, a random model of the demo's shape, prompts of 32 tokens. Both sides
 log-probability of every token. Mixed lengths: 256 prompts with lognormal lengths. The engine has 64 slots, which are
 refilled at once; the baseline runs batches of 64, which wait for their longest member. Only requested tokens count.
 
+``--speculation`` measures speculation from history instead, beside plain decoding of the same calls.
+
 ``--save FILE`` also measures decode steps at two contexts and writes the curve that ``rollmesh sim`` reads.
 """
 
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks import speculation as speculation_bench
 from benchmarks.decode_steps import NEW_TOKENS as CURVE_TOKENS
 from benchmarks.decode_steps import measure_points, measure_prefill, step_measure
 from benchmarks.frame import Measure, Quick, at_least, at_most, compared, interleaved
@@ -45,12 +48,16 @@ def run(
     *,
     quick: Quick = False,
     save: Annotated[Path | None, typer.Option(help="JSON file for a curve of decode steps, for rollmesh sim.")] = None,
+    speculation: Annotated[bool, typer.Option("--speculation", help="Measure speculation from history.")] = False,
 ) -> list[Measure]:
     """Measure; ``quick`` runs one repetition instead of five, up to 32 calls, with a quarter of the mixed prompts.
 
     Raises ConfigError if the machine was too busy for a usable curve; that of ``quick`` is not checked.
     """
     repeats = 1 if quick else 5
+    if speculation:
+        with asyncio.Runner() as runner:
+            return speculation_bench.measure(runner, quick=quick)
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as name, asyncio.Runner() as runner:
         folder = Path(name)
         write_random_model(folder, {**SMALL, "max_position_embeddings": 2 * _CONTEXT})

@@ -9,6 +9,9 @@ torch_engine      asyncio interface: implements ``generator.engines.engine_proto
     slots         one call, and arrays of per-slot numbers
     sampling      noise keyed by (seed, trajectory, position), inverse CDF
     decode_step   one decode step for the current rows, exact or padded to buckets of static shape (CUDA graphs)
+    decode_plan   what a step reads and writes: one token of each row, or several of a draft (wide)
+    speculation   which calls draft how many tokens, by what earlier drafts have cost and brought
+    drafts        the newest responses to each prompt, and the one that continues as a call does
     decoder_model forward pass for prefill, decode and scoring
     kernels       matrix products by torch or numpy, norm, rotary embedding
     kv_cache      key-value cache in length tiers

@@ -39,6 +39,8 @@ _TRIAL, _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256, 1 << 11
 _REFRESH, _REFRESHED = 128, 4
 """Of so many steps with drafts, so many are plain, and measured."""
 _WEIGHT = 1 / 16
+_MARGIN = 1.05
+"""Worth of steps with drafts over their seconds above which they go on."""
 _LEARNING, _RECOVERY = 1 / 8, 1 / 64
 """Weight of one token in a chance; and of one draft that is not used, so that all are tried again."""
 _LEAST_CHANCE = 0.5
@@ -267,7 +269,9 @@ class Speculation:
         known = self._plain_seconds[rows]
         if not self.looked:
             if self._step % _REFRESH:  # the first plain step after others prepares what the next ones use again
-                self._plain_seconds[rows] = known + (seconds - known) * _WEIGHT if known else seconds
+                # Near the least: plain steps between others are slower than those of an engine that takes no others.
+                weight = _WEIGHT if seconds > known else 4 * _WEIGHT
+                self._plain_seconds[rows] = known + (seconds - known) * weight if known else seconds
             return
         if self._width > 1:
             wide = self._wide_seconds.get((number, self._width), seconds)
@@ -278,7 +282,7 @@ class Speculation:
         state.worth = keep * state.worth + known * tokens / rows
         state.seconds = keep * state.seconds + seconds
         if state.steps % _TRIAL == 0:
-            if state.worth > state.seconds:
+            if state.worth > _MARGIN * state.seconds:
                 state.pause = _FIRST_PAUSE
             else:
                 state.paused_until = self._step + state.pause
