@@ -13,7 +13,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.generator.engines import ENGINES, check_sglang
 from rollmesh.preflight.advice import Estimate, estimate, run_hints
 from rollmesh.preflight.machine import check_machine, check_redis, port_notes
-from rollmesh.preflight.run_model import ModelMemory, RunModel
+from rollmesh.preflight.run_model import ModelMemory, RunModel, teacher_sentence
 from rollmesh.preflight.trial import runs_in_a_process, try_inputs, try_inputs_in_a_process
 from rollmesh.scheduling import Schedule
 from rollmesh.tasks.environments.environment_protocol import BUILT_IN as ENVIRONMENTS
@@ -53,12 +53,13 @@ def check_run(config: RunConfig, *, tries_inputs: bool = True, asks_redis: bool 
     model.check_folder(ENGINES[config.generator.engine].check_model)
     _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
     _check_verifier_is_used(config)
-    memory = model.memory()
+    memory, teachers = model.memory(), list[str]()
     if local:
         check_machine(config, memory)
         for name, teacher in config.teachers.items():
             if teacher.address is None:
-                read_teacher_model(config, name)
+                folder = read_teacher_model(config, name).folder
+                teachers.append(teacher_sentence(f"teachers.{name}", teacher, folder))
                 if teacher.engine == "sglang":
                     check_sglang(teacher.sglang, f"teachers.{name}.sglang")
         ENGINES[config.generator.engine].check_machine(config)
@@ -75,7 +76,9 @@ def check_run(config: RunConfig, *, tries_inputs: bool = True, asks_redis: bool 
     notes = port_notes(config) if tries_inputs else []
     if tries_inputs:
         notes += try_inputs_in_a_process(config) if elsewhere else try_inputs(model)
-    return RunChecks(estimate=sizes, memory=memory, notes=[*notes, *run_hints(config, memory.parameter_count)])
+    return RunChecks(
+        estimate=sizes, memory=memory, notes=[*teachers, *notes, *run_hints(config, memory.parameter_count)]
+    )
 
 
 def check_service(config: RunConfig, service: str) -> None:

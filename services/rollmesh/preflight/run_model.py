@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rollmesh.checkpoints.describe import architecture_of, check_weights, read_json
 from rollmesh.config import RunConfig
 from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
+from rollmesh.config.teachers import TeacherConfig
 from rollmesh.errors import CheckpointError, ConfigError, EngineError
 from rollmesh.generator.engines.policy_folders import adapted_layers, read_shapes
 from rollmesh.text import Tokenizer
@@ -162,6 +164,13 @@ class ModelMemory:
         ]
         ranks = f"{self.trainer_processes} trainer ranks" if self.trainer_processes > 1 else "the trainer"
         return f"without activations {ranks} could train {', '.join(fits)} of GPU memory each (docs/own-model.md)"
+
+
+def teacher_sentence(field: str, teacher: TeacherConfig, folder: Path) -> str:
+    """Describe the weights of a teacher, whose processes hold them alone."""
+    count = sum(map(math.prod, read_shapes(folder).values()))
+    size = _size(_DTYPE_BYTES[teacher.dtype] * count)
+    return f"{field}: {parameters_text(count)}; each of {teacher.replicas} processes {size} of weights"
 
 
 def parameters_text(count: int) -> str:

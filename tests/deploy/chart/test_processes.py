@@ -82,8 +82,12 @@ def test_a_trainer_pod_that_is_drained_before_the_last_step_has_not_completed_it
 GUARDED = ["security.tls.enabled=true", "security.tls.certManager.issuerName=mesh", "security.token.enabled=true"]
 
 
-def test_a_guarded_mesh_with_two_trainer_pods_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
-    sets = ["run.trainer.train_steps=2", "trainer.nodes=2", "gateway.enabled=false", *GUARDED]
+TEACHER = ["run.teachers.twin.model=recipe:countdown", "run.trainer.algorithm.teacher.reverse_kl_coefficient=1"]
+"""A teacher, without whose scores no step can be trained."""
+
+
+def test_a_guarded_mesh_with_a_teacher_and_two_trainer_pods_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
+    sets = ["run.trainer.train_steps=2", "trainer.nodes=2", "gateway.enabled=false", *GUARDED, *TEACHER]
     machine = machine_of(helm4, sets, tmp_path, commands)
     machine.secrets = {**SECRETS, **issued(machine, tmp_path)}
     with pods_of(machine, {"trainer": 2}) as pods:

@@ -70,6 +70,7 @@ def test_a_run_can_start_from_an_example(file: Path, tmp_path: Path, monkeypatch
     found = check_run(load_run_config(file, changes, environ={}), tries_inputs=False)
 
     assert found.estimate.queue_bytes > 0
+    assert sum(": 249,984 parameters; each of 1 processes" in note for note in found.notes) == len(example.teachers)
     assert example.folder == f"runs/{example.name}"
 
 
