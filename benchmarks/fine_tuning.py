@@ -33,10 +33,11 @@ from rollmesh.trainer.learner.policy_learner import PolicyLearner
 from tests.kit.environments import ENVIRONMENTS, NotInstalled
 
 _SCRIPT = Path(__file__).with_name("trl_sft.py")
-_SHAPES: Mapping[str, Mapping[str, int]] = {
-    "the demo's size": SMALL,
-    "width 512": {"hidden_size": 512, "num_hidden_layers": 2, "intermediate_size": 1536},
+_CASES: Mapping[str, tuple[Mapping[str, int], int]] = {
+    "the demo's size": (SMALL, 9),
+    "width 512": ({"hidden_size": 512, "num_hidden_layers": 2, "intermediate_size": 1536}, 3),
 }
+"""Shape of the model and number of steps, of which the first is not measured."""
 _BATCH_ROWS, _RATE, _LONGEST = 32, 1e-3, 600
 _RUN_SECONDS = 1800.0
 
@@ -49,13 +50,13 @@ def measure_fine_tuning(pairs: int) -> list[Measure]:
         print(f"not measured beside TRL's SFTTrainer: {error}", file=sys.stderr)
         return []
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
-        return [_measure(Path(folder) / name, name, python, pairs) for name in _SHAPES]
+        return [_measure(Path(folder) / name, name, python, pairs) for name in _CASES]
 
 
 def _measure(root: Path, name: str, python: Path, pairs: int) -> Measure:
-    steps = 3 if pairs == 1 else 9
+    shape, steps = _CASES[name]
     model = root / "model"
-    write_random_model(model, {**_SHAPES[name], "vocab_size": 258, "max_position_embeddings": 1024})
+    write_random_model(model, {**shape, "vocab_size": 258, "max_position_embeddings": 1024})
     _write_tokenizer(model)
     _write_rows(root / "rows.jsonl", steps * _BATCH_ROWS)
     measured = []

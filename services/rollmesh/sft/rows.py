@@ -89,7 +89,10 @@ class _RowTokens:
     def _encoded(self, row: Row, field: str, *, special_tokens: bool = False) -> Int32Array:
         value = row.required(field)
         if not isinstance(value, str) or not value.strip():
-            raise DataError(f"{row.where}: field {field!r} is {value!r:.80}; write a text that is not empty")
+            raise DataError(
+                f"{row.where}: field {field!r} is {value!r:.80}; write a text that is not empty, "
+                f"or a chat into {self._options.messages_field!r}"
+            )
         try:
             ids = self._tokenizer.encode(value, special_tokens=special_tokens)
         except DataError as error:
