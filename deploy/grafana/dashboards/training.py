@@ -134,9 +134,15 @@ PAGE = Page(
             ),
             curve(
                 "KL to the teachers",
-                "Reverse KL per token of the policy in nats, which distillation lowers.",
+                "Reverse and forward KL per token in nats, which distillation lowers.",
                 gauge("rollmesh_trainer_reverse_kl_nats", word="reverse"),
+                gauge("rollmesh_trainer_forward_kl_nats", word="forward"),
                 least=None,
+            ),
+            share(
+                "Tokens among the teachers' top tokens",
+                "Share of trained tokens.",
+                gauge("rollmesh_trainer_top_token_ratio"),
             ),
             curve(
                 "Gap between engine and trainer",

@@ -46,7 +46,8 @@ FIXED: Mapping[str, str] = {
         "trainer.algorithm.skip_zero_advantage trainer.algorithm.advantage_options trainer.algorithm.loss_options "
         "trainer.algorithm.masks trainer.algorithm.clip_low trainer.algorithm.clip_high "
         "trainer.algorithm.dual_clip trainer.algorithm.tis_cap trainer.algorithm.aggregation "
-        "trainer.algorithm.kl_coefficient trainer.algorithm.old_logprobs_options trainer.replay"
+        "trainer.algorithm.kl_coefficient trainer.algorithm.kl_reference trainer.algorithm.old_logprobs_options "
+        "trainer.replay"
     ),
     "it contains the states and batch files of the run": "checkpoints.folder",
 }

@@ -123,12 +123,32 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
     if config.teachers and config.rollout.temperature == 0:
         yield "rollout.temperature=0: a greedy policy has no log-probabilities to compare with those of a teacher"
     algorithm = config.trainer.algorithm
-    if config.teachers and algorithm.teacher is None:
-        yield "teachers: the policy would learn nothing from their scores; set trainer.algorithm.teacher"
-    if algorithm.teacher is not None and not config.teachers:
-        yield "trainer.algorithm.teacher: there is no teacher to learn from; set teachers, or leave it out"
-    if algorithm.rewarded:
-        return
+    if config.teachers and not algorithm.reads_teachers:
+        yield (
+            "teachers: the policy would learn nothing from their scores; set trainer.algorithm.teacher, or "
+            "trainer.algorithm.kl_reference=teacher"
+        )
+    if algorithm.reads_teachers and not config.teachers:
+        field = "kl_reference=teacher" if algorithm.teacher is None else "teacher"
+        yield f"trainer.algorithm.{field}: there is no teacher to learn from; set teachers, or leave it out"
+    no_reference = not algorithm.kl_coefficient and not algorithm.advantage_method.needs_reference
+    if algorithm.kl_reference == "teacher" and no_reference:
+        yield "trainer.algorithm.kl_reference=teacher: nothing reads a reference; set kl_coefficient, or leave it out"
+    if algorithm.teacher is not None and algorithm.teacher.forward_kl_coefficient:
+        sizes = {name: teacher.top_k for name, teacher in config.teachers.items()}
+        for name, size in sizes.items():
+            if not size or size != next(iter(sizes.values())):
+                yield (
+                    f"teachers.{name}.top_k={size}: trainer.algorithm.teacher.forward_kl_coefficient needs top tokens, "
+                    "of every teacher the same number"
+                )
+    if not algorithm.rewarded:
+        yield from _unread_reward_problems(config)
+
+
+def _unread_reward_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the settings of a reward that takes no part in the advantage."""
+    algorithm = config.trainer.algorithm
     # The defaults are allowed, because the resolved run file of every run contains them.
     unread = {
         "trainer.algorithm.advantage": (algorithm.advantage, "grpo"),

@@ -101,11 +101,19 @@ class TeacherObjective(Section):
     """Weight of log pi_teacher - log pi_behaviour of a token in its advantage; 0 is off."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """Discount per token of the policy at which a token has those of the later tokens too; 0 for its own only."""
+    forward_kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight in the loss of KL(teacher || policy) over the teacher's ``top_k`` tokens and all others together; 0 is
+    off."""
     with_reward: bool = False
-    """Add it to the advantage of the reward; false leaves the reward to the reports."""
+    """Learn from the advantage of the reward too; false leaves the reward to the reports."""
 
     @model_validator(mode="after")
     def _it_teaches_something(self) -> Self:
-        if not self.reverse_kl_coefficient:
-            raise ValueError("reverse_kl_coefficient=0: the teachers would teach nothing; set it above 0")
+        if not self.reverse_kl_coefficient and not self.forward_kl_coefficient:
+            raise ValueError(
+                "reverse_kl_coefficient=0 and forward_kl_coefficient=0: the teachers would teach nothing; set one "
+                "above 0"
+            )
+        if self.discount and not self.reverse_kl_coefficient:
+            raise ValueError(f"discount={self.discount:g}: is of the reverse KL; leave it out")
         return self

@@ -123,7 +123,10 @@ class AlgorithmConfig(Section):
         "the other trajectories.",
     )
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the k3 KL to the pinned reference version; 0 is off."""
+    """Weight of the k3 KL to the reference; 0 is off."""
+    kl_reference: Literal["version", "teacher"] = "version"
+    """Reference of the KL and of advantage tba. version: the policy version ``kl_reference_version``; teacher: the
+    teacher of the prompt, whose scores are there without a pass and a second model."""
     kl_reference_version: int = Field(default=0, ge=0)
     """Reference policy version of the KL and of advantage tba, which is then kept: 0 in a new run, a published and
     kept version in a continued run. Steps that are trained again after a crash keep their reference version."""
@@ -147,6 +150,11 @@ class AlgorithmConfig(Section):
     def rewarded(self) -> bool:
         """True if the reward takes part in the advantage."""
         return self.teacher is None or self.teacher.with_reward
+
+    @property
+    def reads_teachers(self) -> bool:
+        """True if a train step reads the scores of teachers."""
+        return self.teacher is not None or self.kl_reference == "teacher"
 
     @property
     def advantage_method(self) -> AdvantageMethod:

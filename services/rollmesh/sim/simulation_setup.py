@@ -294,7 +294,8 @@ def _evidence_passes(config: RunConfig) -> int:
     policy = advantage.needs_policy or any(MASKS[mask.name].needs == "policy" for mask in algorithm.masks)
     # Masks are applied before the gradient pass, so its log-probabilities come too late for them.
     start = policy or (source in _STEP_START and (config.trainer.minibatches > 1 or bool(algorithm.masks)))
-    reference = algorithm.kl_coefficient > 0 or advantage.needs_reference
+    pinned = algorithm.kl_reference == "version"
+    reference = pinned and (algorithm.kl_coefficient > 0 or advantage.needs_reference)
     return start + (source in _OLDER_WEIGHTS) + reference
 
 

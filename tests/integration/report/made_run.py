@@ -139,6 +139,7 @@ def _batch_stats(
         response_length_mean=length,
         response_length_deciles=tuple(length * x for x in (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1.2, 1.6, 2.4, 4.0)),
         reverse_kl=0.3,
+        top_token_share=0.9,
     )
 
 
@@ -168,6 +169,7 @@ def _policy_stats(rng: np.random.Generator, trajectories: int, tokens: int) -> P
         logprob_gap_mixed_cache=GapStats(tokens=0, mean=0.0, max=0.0),
         old_logprob_fallbacks={},
         kl_reference=None,
+        forward_kl=0.2,
     )
 
 

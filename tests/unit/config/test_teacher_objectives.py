@@ -12,6 +12,8 @@ from ...kit.run_files import run_config
 TEACHER = "teachers.large.model=models/large"
 OBJECTIVE = "trainer.algorithm.teacher.reverse_kl_coefficient=1"
 REWARD = "trainer.algorithm.teacher.with_reward=true"
+FORWARD = "trainer.algorithm.teacher.forward_kl_coefficient=1"
+TWO = "teachers.a.model=a teachers.a.domains=[easy] teachers.a.top_k=4 teachers.b.model=b"
 ALONE = f"{TEACHER} {OBJECTIVE}"
 PARTS = (
     'data.source={"type":"mixture","parts":['
@@ -25,8 +27,19 @@ ROWS = 'data.source={"type":"jsonl","path":"rows.jsonl"}'
     ("fields", "problem"),
     [
         (TEACHER, "teachers: the policy would learn nothing .* set trainer.algorithm.teacher"),
+        ("trainer.algorithm.kl_reference=teacher", "kl_reference=teacher: there is no teacher to learn from"),
+        (f"{ALONE} trainer.algorithm.kl_reference=teacher", "=teacher: nothing reads a reference; set kl_coefficient"),
         (OBJECTIVE, "trainer.algorithm.teacher: there is no teacher to learn from; set teachers"),
         (f"{TEACHER} trainer.algorithm.teacher.discount=1", "=0: the teachers would teach nothing"),
+        (f"{TEACHER} {FORWARD}", "teachers.large.top_k=0: .*forward_kl_coefficient needs top tokens"),
+        (
+            f"{TEACHER} {FORWARD} teachers.large.top_k=4 trainer.algorithm.teacher.discount=1",
+            "discount=1: is of the rev",
+        ),
+        (
+            f"{FORWARD} {PARTS} {TWO} teachers.b.top_k=5",
+            "teachers.b.top_k=5: .* of every teacher the same number",
+        ),
         (f"{ALONE} trainer.algorithm.advantage=rloo", "=rloo: the reward takes no part .*with_reward=true"),
         (f"{ALONE} trainer.algorithm.credit=shared", "algorithm.credit=shared: the reward takes no part"),
         (f"{ALONE} schedule.filter_zero_variance=true", "filter_zero_variance=true: the reward takes no part"),
@@ -51,6 +64,7 @@ def test_a_run_in_which_the_policy_could_not_learn_so_is_refused(fields: str, pr
     "fields",
     [
         ALONE,
+        f"{TEACHER} trainer.algorithm.kl_reference=teacher trainer.algorithm.kl_coefficient=0.1",
         f"{ALONE} {REWARD} trainer.algorithm.advantage=rloo reward.overlong_buffer_tokens=8",
         f"{ALONE} {PARTS} teachers.other.model=m teachers.other.domains=[easy]",
         f"{ALONE} {PARTS} teachers.large.domains=[easy,hard]",

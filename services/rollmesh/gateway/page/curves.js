@@ -35,6 +35,7 @@ const LABELS = {
   goodput: "goodput (trained / generated tokens)",
   kl_behavior: "KL(behavior || policy)",
   reverse_kl: "KL(behavior || teacher)",
+  forward_kl: "KL(teacher || policy)",
   logprob_gap: "logprob gap",
   trainer_wait: "trainer wait",
   seconds_gradient: "gradient",

@@ -21,6 +21,7 @@ from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ra
 from rollmesh.trainer.learner.packing import MicroBatch, pack, pack_sequences
 from rollmesh.trainer.learner.packing_check import shares_prefixes
 from rollmesh.trainer.learner.policy_model import PolicyModel
+from rollmesh.trainer.learner.teacher_scores import TeacherScores
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TokenBatch, TrainBatch
 from rollmesh.types import Float32Array, FloatArray, Int32Array, KeptSets
 
@@ -92,12 +93,13 @@ def compute_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRecipe:
-    """Loss, its options, its aggregation, the weight of the KL term, and the factor on the learning rate."""
+    """Loss, its options, its aggregation, the weights of the KL terms, and the factor on the learning rate."""
 
     loss: PolicyLoss
     options: LossOptions
     aggregation: Aggregation
     kl_coefficient: float
+    forward_kl_coefficient: float = 0.0
     update_scale: UpdateScale | None = None
 
 
@@ -162,6 +164,7 @@ class GradientPass:
     """Sum of the aggregation weights before the division, the divisor of the whole minibatch."""
     logprobs: Float64Array  # [tokens] of the flat batch, 0 outside the minibatch
     entropy: Float64Array  # [tokens]
+    forward_kl: Float64Array  # [tokens], 0 unless it is in the loss
     microbatches: int
     forward_tokens: int
 
@@ -187,15 +190,18 @@ def accumulate_gradient(
     weight = float(weights.sum())
     weights = weights / (max(1.0, weight) if divisor is None else divisor)
 
-    def loss_of(micro: MicroBatch, logprobs: Tensor) -> Tensor:
+    def loss_of(micro: MicroBatch, logprobs: Tensor, forward_kl: Tensor | None = None) -> Tensor:
         index = torch.from_numpy(micro.token_index)
         data = columns.loss_input(logprobs, index, micro.sequence_index, micro.sequence_count)
         token_loss = recipe.loss(data, recipe.options).loss
         if (reference := columns.reference_logprobs) is not None:
             token_loss = token_loss + recipe.kl_coefficient * k3(logprobs, reference[index].to(logprobs))
+        if forward_kl is not None:
+            token_loss = token_loss + recipe.forward_kl_coefficient * forward_kl
         return aggregate(token_loss, data.mask, weights[index].to(logprobs))
 
-    return gradient_pass(model, compute, batch, sequences[batch.passed[sequences]], loss_of, weight)
+    teacher = batch.teacher if recipe.forward_kl_coefficient else None
+    return gradient_pass(model, compute, batch, sequences[batch.passed[sequences]], loss_of, weight, teacher=teacher)
 
 
 def gradient_pass(
@@ -203,25 +209,28 @@ def gradient_pass(
     compute: Compute,
     batch: TokenBatch,
     sequences: Int64Array,
-    loss_of: Callable[[MicroBatch, Tensor], Tensor],
+    loss_of: Callable[..., Tensor],
     weight: float,
     *,
     entropy: bool = True,
+    teacher: TeacherScores | None = None,
 ) -> GradientPass:
     """Add the gradient of these sequences to the parameters, micro-batch by micro-batch.
 
-    ``loss_of`` returns the part of the loss of a micro-batch, from its log-probabilities [scored]; the parts add up.
+    ``loss_of`` returns the part of the loss of a micro-batch, from its log-probabilities [scored] and, with a
+    ``teacher``, the forward KL to that, [scored]; the parts add up.
     """
-    values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
+    values = torch.zeros(3, len(batch.token_ids), dtype=torch.float64)
     totals = torch.zeros(3, dtype=torch.float64)
     for micro in compute.share(batch, sequences):
         with compute.precision():
-            scores = model.score(micro, entropy=entropy)
-        loss = loss_of(micro, scores[0])
+            top = None if teacher is None else teacher.top_of(micro.token_index, compute.device)
+            scores = model.score(micro, entropy=entropy, top=top)
+        loss = loss_of(micro, scores[0], *scores[2:])
         # FSDP2 averages gradients over the ranks. Multiplying by the number of ranks makes it a sum.
         torch.autograd.backward(loss * compute.world.size)
         index = torch.from_numpy(micro.token_index)
-        for row, column in zip(values, scores, strict=True):
+        for row, column in zip(values, scores, strict=False):
             row[index] = column.detach().double().cpu()
         totals += torch.tensor([loss.item(), 1, micro.token_count], dtype=torch.float64)
     sum_over_ranks(values, compute.world)
@@ -231,6 +240,7 @@ def gradient_pass(
         weight=weight,
         logprobs=values[0].numpy(),
         entropy=values[1].numpy(),
+        forward_kl=values[2].numpy(),
         microbatches=int(totals[1]),
         forward_tokens=int(totals[2]),
     )

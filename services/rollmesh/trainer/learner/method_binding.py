@@ -67,6 +67,7 @@ def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
         ),
         aggregation=AGGREGATIONS[config.aggregation or config.loss_method.aggregation],
         kl_coefficient=config.kl_coefficient,
+        forward_kl_coefficient=0.0 if config.teacher is None else config.teacher.forward_kl_coefficient,
         update_scale=scale,
     )
 
@@ -123,7 +124,9 @@ def bind_advantage(algorithm: AlgorithmConfig) -> BoundAdvantage:
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
     """Tell whether the KL term or the advantage reads the pinned reference version."""
-    return algorithm.kl_coefficient > 0 or bind_advantage(algorithm).needs_reference
+    return algorithm.kl_reference == "version" and (
+        algorithm.kl_coefficient > 0 or bind_advantage(algorithm).needs_reference
+    )
 
 
 def bind_loss(algorithm: AlgorithmConfig) -> PolicyLoss:

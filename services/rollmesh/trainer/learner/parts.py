@@ -127,6 +127,7 @@ class EarlyParts:
             weight=weight,
             logprobs=join(torch.from_numpy(done.logprobs) for done in passes).numpy(),
             entropy=join(torch.from_numpy(done.entropy) for done in passes).numpy(),
+            forward_kl=join(torch.from_numpy(done.forward_kl) for done in passes).numpy(),
             microbatches=sum(done.microbatches for done in passes),
             forward_tokens=sum(done.forward_tokens for done in passes),
         )

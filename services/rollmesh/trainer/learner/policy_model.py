@@ -36,7 +36,7 @@ from rollmesh.trainer.learner.packing_check import (
     output_head,
     own_logits,
 )
-from rollmesh.trainer.learner.token_scores import OwnLogits, score_tokens, score_top_tokens
+from rollmesh.trainer.learner.token_scores import OwnLogits, TopTokens, score_tokens, score_top_tokens
 
 
 class PolicyModel(nn.Module):
@@ -88,12 +88,16 @@ class PolicyModel(nn.Module):
         temperatures: Tensor | None,
         kept: Tensor | None,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute log-probability and entropy of ``targets``, predicted at ``rows``; see ``MicroBatch``."""
+        top: TopTokens | None,
+    ) -> tuple[Tensor, ...]:
+        """Compute log-probability and entropy of ``targets``, predicted at ``rows``; see ``MicroBatch``.
+
+        With the ``top`` tokens of a teacher for each of them, their forward KL follows.
+        """
         hidden = self._hidden(input_ids, position_ids, layout)[rows]
         head: Any = output_head(self.causal_lm)
-        columns = (targets, temperatures, kept)
-        return score_tokens(hidden, head.weight, head.bias, *columns, entropy=entropy, own_logits=self._own_logits)
+        columns, own = (targets, temperatures, kept), self._own_logits
+        return score_tokens(hidden, head.weight, head.bias, *columns, entropy=entropy, top=top, own_logits=own)
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout) -> Tensor:
         """Return the last hidden states of a packed row, [tokens, width]."""
@@ -107,11 +111,11 @@ class PolicyModel(nn.Module):
     def _own_logits(self) -> OwnLogits | None:
         return None if self.linear_head else partial(own_logits, self.causal_lm)
 
-    def score(self, micro: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Run ``forward`` on a micro-batch: (logprobs [scored], entropy [scored])."""
+    def score(self, micro: MicroBatch, *, entropy: bool, top: TopTokens | None = None) -> tuple[Tensor, ...]:
+        """Run ``forward`` on a micro-batch: (logprobs [scored], entropy [scored]), with ``top`` the forward KL too."""
         packed = (micro.input_ids, micro.position_ids, micro.layout)
         scored = (micro.rows, micro.targets, micro.temperatures, micro.kept)
-        scores: tuple[Tensor, Tensor] = self(*packed, *scored, entropy)
+        scores: tuple[Tensor, ...] = self(*packed, *scored, entropy, top)
         return scores
 
     @torch.no_grad()

@@ -96,6 +96,8 @@ class BatchStats:
     """Minimum, the nine deciles, maximum."""
     reverse_kl: float | None
     """k1 KL(behavior || teacher) per token in the loss, which distillation lowers; None without a teacher's column."""
+    top_token_share: float | None
+    """Share of the tokens in the loss that are among their teacher's top tokens; None without those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,9 @@ class PolicyStats:
     logprob_gap_mixed_cache: GapStats
     old_logprob_fallbacks: Mapping[str, int]
     kl_reference: float | None
-    """k3 KL to the pinned reference per token; None without one."""
+    """k3 KL to the reference per token; None without one."""
+    forward_kl: float | None
+    """KL(teacher || policy) per token over the teacher's top tokens and all others; None unless it is in the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,7 @@ class TokenResults:
     active: BoolArray  # [tokens], True where the loss has a gradient: its weight is not 0
     as_served: BoolArray  # [tokens], True where logprobs are from the weights at the start of the step, without dropout
     reference_logprobs: Float64Array | None = None  # [tokens]
+    forward_kl: Float64Array | None = None  # [tokens]
 
 
 def batch_stats(batch: TrainBatch) -> BatchStats:
@@ -218,6 +223,7 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         response_length_mean=float(lengths.mean()),
         response_length_deciles=tuple(float(x) for x in np.quantile(lengths, np.linspace(0, 1, 11))),
         reverse_kl=None if batch.teacher is None else _reverse_kl(batch.behavior_logprobs, batch.teacher, mask),
+        top_token_share=_top_token_share(batch),
     )
 
 
@@ -231,6 +237,13 @@ def _advantage_abs_mean(batch: TrainBatch) -> float:
 def _reverse_kl(behavior: Float32Array, teacher: TeacherScores, mask: BoolArray) -> float:
     sampler, scores = (torch.from_numpy(each[mask]).double() for each in (behavior, teacher.logprobs))
     return _mean(k1(sampler, scores).numpy())
+
+
+def _top_token_share(batch: TrainBatch) -> float | None:
+    if batch.teacher is None or batch.teacher.top_ids is None:
+        return None
+    mask = batch.loss_mask
+    return _mean((batch.teacher.top_ids[mask] == batch.token_ids[mask, None]).any(-1))
 
 
 def policy_stats(
@@ -264,6 +277,7 @@ def policy_stats(
         logprob_gap_mixed_cache=_gap(gap[fresh & ~batch.pure]),
         old_logprob_fallbacks=dict(fallbacks),
         kl_reference=reference,
+        forward_kl=None if results.forward_kl is None else _mean(results.forward_kl[mask]),
     )
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from rollmesh.errors import DataError
-from rollmesh.types import BoolArray, Float32Array, Float64Array, Trajectory
+from rollmesh.trainer.learner.token_scores import TopTokens
+from rollmesh.types import BoolArray, Float32Array, Float64Array, Int32Array, TeacherColumn, Trajectory
+
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,19 +23,46 @@ class TeacherScores:
 
     logprobs: Float32Array  # [tokens]
     advantages: Float64Array  # [tokens], of the reverse KL; 0 where no policy wrote
+    top_ids: Int32Array | None  # [tokens, top_k]; None unless all columns have the same top_k
+    top_logprobs: Float32Array | None  # [tokens, top_k]
 
     def choose(self, inside: BoolArray) -> TeacherScores:
         """Return the scores of the tokens where ``inside`` [tokens] is True."""
-        return TeacherScores(**{each.name: getattr(self, each.name)[inside] for each in fields(self)})
+        columns = {each.name: getattr(self, each.name) for each in fields(self)}
+        chosen: dict[str, Any] = {name: None if value is None else value[inside] for name, value in columns.items()}
+        return TeacherScores(**chosen)
+
+    def top_of(self, token_index: Int64Array, device: torch.device) -> TopTokens:
+        """Return the top tokens of these tokens on a device."""
+        assert self.top_ids is not None and self.top_logprobs is not None
+        ids, logprobs = (torch.from_numpy(each[token_index]).to(device) for each in (self.top_ids, self.top_logprobs))
+        return TopTokens(ids=ids.long(), logprobs=logprobs)
 
 
 def teacher_scores(trajectories: Sequence[Trajectory]) -> TeacherScores:
     """Join the columns of these trajectories. Raises DataError for one without a sound column."""
-    logprobs = np.concatenate([_over_tokens(t) for t in trajectories])
-    return TeacherScores(logprobs=logprobs, advantages=np.zeros(len(logprobs)))
+    columns = [_sound(t) for t in trajectories]
+    sizes = {None if column.top_ids is None else column.top_ids.shape[1] for column in columns}
+    top = len(sizes) == 1 and None not in sizes
+
+    def join(name: str) -> npt.NDArray[Any]:
+        found = [
+            getattr(column, name)[: t.response_token_count] for t, column in zip(trajectories, columns, strict=True)
+        ]
+        lengths = (len(t.prompt.token_ids) for t in trajectories)
+        pieces = ((np.zeros((n, *each.shape[1:]), each.dtype), each) for n, each in zip(lengths, found, strict=True))
+        return np.concatenate([piece for both in pieces for piece in both])
+
+    logprobs = join("logprobs")
+    return TeacherScores(
+        logprobs=logprobs,
+        advantages=np.zeros(len(logprobs)),
+        top_ids=join("top_ids") if top else None,
+        top_logprobs=join("top_logprobs") if top else None,
+    )
 
 
-def _over_tokens(trajectory: Trajectory) -> npt.NDArray[np.float32]:
+def _sound(trajectory: Trajectory) -> TeacherColumn:
     column, count = trajectory.teacher, trajectory.response_token_count
     where = f"trajectory {trajectory.trajectory_id}"
     if column is None:
@@ -39,8 +71,11 @@ def _over_tokens(trajectory: Trajectory) -> npt.NDArray[np.float32]:
             f"{where}: no teacher has scored it; its prompt has {f'the domain {domain}' if domain else 'no domain'}: "
             "name it in the domains of a teacher, or leave out the domains of one (teachers.*.domains)"
         )
-    # A group shaper cuts tokens off after the teacher has scored them.
-    logprobs = column.logprobs[:count] if trajectory.cut_token_count else column.logprobs
-    if len(logprobs) != count or not np.isfinite(logprobs).all():
-        raise DataError(f"{where}: teacher {column.teacher} has no finite log-probability for each of {count} tokens")
-    return np.concatenate([np.zeros(len(trajectory.prompt.token_ids), np.float32), logprobs])
+    for values in (column.logprobs, *(() if column.top_logprobs is None else (column.top_logprobs,))):
+        # A group shaper cuts tokens off after the teacher has scored them.
+        scored = count if trajectory.cut_token_count and len(values) > count else len(values)
+        if scored != count or not np.isfinite(values).all():
+            raise DataError(
+                f"{where}: teacher {column.teacher} has no finite log-probability for each of {count} tokens"
+            )
+    return column

@@ -27,26 +27,28 @@ def score_tokens(
     kept: Tensor | None = None,
     *,
     entropy: bool,
+    top: TopTokens | None = None,
     own_logits: OwnLogits | None = None,
     chunk_logits: int = CHUNK_LOGITS,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Compute ``log_softmax(z / T)`` of the target and the entropy of that distribution, in nats.
 
     ``hidden`` float [tokens, width], ``weight`` [vocab, width] and ``bias`` [vocab] of the head, ``targets`` int64
     [tokens], ``temperatures`` float [tokens] or None for T = 1. ``kept`` int64 [2, ids] has sorted pairs of a row and
     an id over which its softmax is taken; the whole vocabulary for a row without any, and for None. Returns (logprobs
     [tokens], entropy [tokens]), float32 unless the weights are float64. The entropy has no gradient, and is 0 unless
-    ``entropy`` is set.
+    ``entropy`` is set. With the ``top`` tokens of a teacher, and then without kept sets, the forward KL [tokens]
+    follows: ``sum_i p_i log(p_i / q_i)`` over these tokens i and all others together (docs/methods.md: Teachers).
     """
     if kept is not None and own_logits is None and len(torch.unique_consecutive(kept[0])) == len(hidden):
         # Only the part of the head that occurs in a set is computed.
         ids, places = torch.unique(kept[1], return_inverse=True)
         weight, bias = weight[ids], None if bias is None else bias[ids]
         targets, kept = torch.searchsorted(ids, targets), torch.stack((kept[0], places))
-    columns = _Columns(targets=targets, temperatures=temperatures, kept=kept)
+    columns = _Columns(targets=targets, temperatures=temperatures, kept=kept, top=top)
     options = _Options(entropy=entropy, own_logits=own_logits, chunk_logits=chunk_logits)
-    scores: tuple[Tensor, Tensor] = _Scores.apply(hidden, weight, bias, columns, options)  # type: ignore[no-untyped-call]
-    return scores
+    scores: tuple[Tensor, ...] = _Scores.apply(hidden, weight, bias, columns, options)  # type: ignore[no-untyped-call]
+    return scores[:2] if top is None else scores
 
 
 @torch.no_grad()
@@ -84,6 +86,43 @@ def score_top_tokens(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """Most likely tokens of a teacher, p; all other tokens together are one outcome."""
+
+    ids: Tensor  # int64 [tokens, k]
+    logprobs: Tensor  # float [tokens, k]
+
+    def __getitem__(self, part: slice) -> TopTokens:
+        return TopTokens(ids=self.ids[part], logprobs=self.logprobs[part])
+
+    def forward_kl(self, logprobs: Tensor) -> Tensor:
+        """Return KL(p || q) of the log-probabilities of q, [tokens, vocab], which are as before on return; [tokens]."""
+        own, rest = logprobs.gather(-1, self.ids), self._rest(logprobs)
+        others = logprobs.scatter_(-1, self.ids, -torch.inf).logsumexp(-1, keepdim=True)
+        logprobs.scatter_(-1, self.ids, own)
+        kl = (self.logprobs.exp() * (self.logprobs - own)).sum(-1, keepdim=True)
+        kl += torch.special.xlogy(rest, rest) - torch.where(rest > 0, rest * others, 0.0)
+        return kl[:, 0]
+
+    def overwrite(self, logits: Tensor, targets: Tensor, given: Tensor, of_kl: Tensor) -> Tensor:
+        """Overwrite logits [tokens, vocab] with their gradient, from those of log-probability and KL, [tokens, 1]."""
+        own, rest = logits.gather(-1, self.ids), self._rest(logits)
+        others = logits.scatter_(-1, self.ids, -torch.inf).logsumexp(-1, keepdim=True)
+        whole = torch.logaddexp(others, own.logsumexp(-1, keepdim=True))
+        if self.ids.shape[1] < logits.shape[1]:
+            # Shares of the sum of the others: the teacher's part of the gradient stays where that sum underflows.
+            torch.softmax(logits, -1, out=logits)
+            logits.mul_((of_kl - given) * (others - whole).exp() - of_kl * rest)
+        logits.scatter_(-1, self.ids, (of_kl - given) * (own - whole).exp() - of_kl * self.logprobs.exp())
+        return logits.scatter_add_(-1, targets[:, None], given)
+
+    def _rest(self, logits: Tensor) -> Tensor:
+        """Return the probability p of all other tokens, [tokens, 1]; 0 if there are none."""
+        rest = (1 - self.logprobs.exp().sum(-1, keepdim=True)).clamp(min=0)
+        return rest if self.ids.shape[1] < logits.shape[1] else torch.zeros_like(rest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     entropy: bool
     own_logits: OwnLogits | None
@@ -97,6 +136,7 @@ class _Columns:
     targets: Tensor
     temperatures: Tensor | None
     kept: Tensor | None
+    top: TopTokens | None = None
 
     def __getitem__(self, part: slice) -> _Columns:
         heat, kept = self.temperatures, self.kept
@@ -107,6 +147,7 @@ class _Columns:
             targets=self.targets[part],
             temperatures=None if heat is None else heat[part],
             kept=kept,
+            top=None if self.top is None else self.top[part],
         )
 
     def scale_(self, values: Tensor) -> Tensor:
@@ -127,28 +168,30 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: _Columns, options: _Options
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         ctx.save_for_backward(hidden, weight, bias)
         ctx.rest = columns, options, dtype
         # Not two rows of one tensor: FSDP2 warns of views in each pass without a gradient.
-        logprobs, entropy = (hidden.new_zeros(len(hidden), dtype=_full(dtype)) for _ in range(2))
+        logprobs, entropy, forward_kl = (hidden.new_zeros(len(hidden), dtype=_full(dtype)) for _ in range(3))
         with torch.autocast(kind, enabled=False):
             head = _Head(weight, bias, dtype, options, len(hidden))
             for part in head.parts:
                 scaled = columns[part].restrict_(head.logits(hidden[part]))
                 torch.log_softmax(scaled, -1, out=scaled)
                 logprobs[part] = scaled.gather(-1, columns.targets[part, None])[:, 0]
+                if columns.top is not None:
+                    forward_kl[part] = columns.top[part].forward_kl(scaled)
                 if options.entropy:
                     entropy[part] = torch.special.entr(scaled.exp_(), out=scaled).sum(-1)
                 del scaled  # before the next chunk is there
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return logprobs, entropy, forward_kl
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, _: Tensor, of_kl: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         columns: _Columns
         columns, options, dtype = ctx.rest
@@ -161,6 +204,9 @@ class _Scores(torch.autograd.Function):
             """Overwrite the logits of the part with their gradient."""
             given = columns[part].scale_(gradient[part, None].clone())
             scaled = columns[part].restrict_(logits)
+            if columns.top is not None:
+                also = columns[part].scale_(of_kl[part, None].clone())
+                return columns.top[part].overwrite(scaled, columns.targets[part], given, also)
             torch.softmax(scaled, -1, out=scaled)
             scaled.mul_(-given).scatter_add_(-1, columns.targets[part, None], given)
             return scaled

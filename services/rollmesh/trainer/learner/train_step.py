@@ -22,6 +22,7 @@ from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.loss_methods import MASKS
 from rollmesh.config.teachers import TeacherObjective
 from rollmesh.config.trainer import AlgorithmConfig
+from rollmesh.errors import DataError
 from rollmesh.trainer.learner.forward_backward import (
     Compute,
     GradientPass,
@@ -97,7 +98,7 @@ class StepPlan:
             self.advantage.compute if known else None,
             credit=self.algorithm.credit,
             max_token_staleness=self.recipe.max_token_staleness,
-            with_teacher=objective is not None,
+            with_teacher=self.algorithm.reads_teachers,
         )
         return flat if objective is None else _taught(flat, objective)
 
@@ -121,6 +122,7 @@ class StepPlan:
         algorithm = self.algorithm
         return (
             algorithm.kl_coefficient > 0
+            or self.loss.forward_kl_coefficient > 0
             or algorithm.loss_method.pulls_without_advantage
             or algorithm.update_scale != "none"
             or any(MASKS[mask.name].whole_batch for mask in algorithm.masks)
@@ -185,6 +187,8 @@ class StepRunner:
             policy, entropy = score_with_entropy(self.model, self.compute, flat, every)
         if (version := plan.settings.kl_reference_version) is not None:
             reference = self.scorer.reference(flat, version)
+        elif plan.algorithm.kl_reference == "teacher" and flat.teacher is not None:
+            reference = flat.teacher.logprobs.astype(np.float64)
         if plan.advantage.needs_policy or plan.advantage.needs_reference:
             sums = trajectory_columns(flat, policy=policy, reference=reference)
             flat = replace(flat, advantages=plan.advantage.compute(sums).numpy())
@@ -229,6 +233,11 @@ def _taught(flat: TrainBatch, objective: TeacherObjective) -> TrainBatch:
     """Return a batch with the advantages of the reverse KL to its teachers."""
     scores, written = flat.teacher, flat.policy_mask
     assert scores is not None
+    if objective.forward_kl_coefficient and scores.top_ids is None:
+        raise DataError(
+            f"batch {flat.train_step}: the columns of its teachers have no top tokens, or different numbers of them; "
+            "forward_kl_coefficient needs the same teachers.*.top_k in all"
+        )
     advantages = np.zeros(len(written))
     advantages[written] = reverse_kl_advantages(
         torch.from_numpy(scores.logprobs[written]).double(),
@@ -313,6 +322,7 @@ def token_results(plan: StepPlan, inputs: StepInputs, updates: Sequence[Update],
     return TokenResults(
         logprobs=logprobs,
         entropy=np.sum([update.done.entropy for update in updates], axis=0),
+        forward_kl=np.sum([u.done.forward_kl for u in updates], axis=0) if plan.loss.forward_kl_coefficient else None,
         ratio=ratio,
         clip=clip,
         active=active,

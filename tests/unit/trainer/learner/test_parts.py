@@ -22,7 +22,7 @@ from .conftest import VERSIONS, ModelMaker, exported
 
 BATCH = random_batch(11, groups=5, train_step=3, versions=3)
 BATCH = batch_of(*(list(g.trajectories) for g in BATCH.groups), *forked_groups(3), train_step=3)
-BATCH = with_teacher(BATCH, 1)
+BATCH = with_teacher(BATCH, 1, top_k=3)
 
 
 def trainer_at_step_two(
@@ -62,7 +62,7 @@ def first_moments(trainer: PolicyTrainer) -> torch.Tensor:
         {"aggregation": "sequence_mean_token_mean", "loss": "gspo"},
         {"old_logprobs": "recompute", "loss": "decoupled_ppo"},
         {"kl_coefficient": 0.1, "kl_reference_version": 0},
-        {"teacher": TeacherObjective(reverse_kl_coefficient=1.0, discount=0.5, with_reward=True)},
+        {"teacher": TeacherObjective(reverse_kl_coefficient=1.0, discount=0.5, forward_kl_coefficient=0.5)},
     ],
 )
 def test_parts_in_any_order_give_the_step_of_the_whole_batch(
@@ -83,6 +83,7 @@ def test_parts_in_any_order_give_the_step_of_the_whole_batch(
     assert report.grad_norm == pytest.approx(expected.grad_norm, rel=most)
     # The sums over packed sequences are rounded in another order.
     assert report.policy.entropy == pytest.approx(expected.policy.entropy, rel=1e-6)
+    assert report.policy.forward_kl == (expected.policy.forward_kl and pytest.approx(expected.policy.forward_kl, 1e-6))
     assert report.policy.old_logprob_fallbacks == expected.policy.old_logprob_fallbacks
     assert parts.accumulated_group_ids == frozenset()
     # Not the weights: Adam divides a gradient near 0 by its size, rounding errors included. And not each tensor: the

@@ -16,6 +16,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.token_scores import TopTokens
 from rollmesh.types import Batch
 
 from ....kit.made_batches import random_batch
@@ -154,9 +155,11 @@ def test_loglinear_needs_no_pass_beside_those_of_the_two_minibatches(
 ) -> None:
     score, micros = PolicyModel.score, []
 
-    def counted(model: PolicyModel, micro: MicroBatch, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(
+        model: PolicyModel, micro: MicroBatch, *, entropy: bool, top: TopTokens | None = None
+    ) -> tuple[torch.Tensor, ...]:
         micros.append(micro)
-        return score(model, micro, entropy=entropy)
+        return score(model, micro, entropy=entropy, top=top)
 
     monkeypatch.setattr(PolicyModel, "score", counted)
     trainer = trainer_of(make_model("qwen2"), minibatches=2, old_logprobs=source)

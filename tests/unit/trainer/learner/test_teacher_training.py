@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor
 from rollmesh.config.teachers import TeacherObjective
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import Batch, Trajectory
+from rollmesh.types import Batch, TeacherColumn, Trajectory
 
 from ....kit.made_batches import batch_of, forked_groups, random_batch, with_teacher
 from ....kit.trainer_reference import ReferenceTrainer, largest_difference
@@ -62,12 +64,24 @@ def mean_reverse_kl(batch: Batch) -> float:
     return -statistics.fmean(ratio for t in members for ratio in by_hand(t, 1.0, 0.0) if ratio is not None)
 
 
+def forward_kl(row: Tensor, member: Trajectory, at: int) -> Tensor:
+    """KL of the teacher's top tokens and of all others as one to the policy, whose log-probabilities are ``row``."""
+    column = member.teacher
+    assert column is not None and column.top_ids is not None and column.top_logprobs is not None
+    kl, left, others = torch.zeros((), dtype=torch.float64), 1.0, torch.ones((), dtype=torch.float64)
+    for token, logprob in zip(column.top_ids[at].tolist(), column.top_logprobs[at].tolist(), strict=True):
+        kl = kl + math.exp(logprob) * (logprob - row[token])
+        left, others = left - math.exp(logprob), others - row[token].exp()
+    return kl + left * (math.log(left) - others.log())
+
+
 class TaughtReference(ReferenceTrainer):
     """The reference with an advantage of its own for each token."""
 
     def __init__(self, folder: Path, teacher: dict[str, Any]) -> None:
         super().__init__(folder, 1e-2, 1.0, 10.0)
         self.teacher = {"discount": 0.0, "with_reward": False, "reverse_kl_coefficient": 0.0} | teacher
+        self.forward_kls = list[float]()
 
     def _loss(self, member: Trajectory, advantage: float, oldest_version: int) -> Tensor:
         ids = [*member.prompt.token_ids.tolist(), *member.response_ids.tolist()]
@@ -86,6 +100,10 @@ class TaughtReference(ReferenceTrainer):
             row = (logits[position - 1] / temperature).log_softmax(-1)
             ratio = (row[ids[position]] - logprob).exp()
             total = total + self._token(ratio, own + advantage * self.teacher["with_reward"])
+            if weight := self.teacher.get("forward_kl_coefficient"):
+                kl = forward_kl(row, member, at)
+                self.forward_kls.append(float(kl.detach()))
+                total = total + weight * kl
         return total
 
 
@@ -96,18 +114,22 @@ class TaughtReference(ReferenceTrainer):
         {"reverse_kl_coefficient": 1.0},
         {"reverse_kl_coefficient": 0.3, "discount": 0.9},
         {"reverse_kl_coefficient": 0.5, "discount": 1.0, "with_reward": True},
+        {"forward_kl_coefficient": 2.0},
+        {"forward_kl_coefficient": 0.5, "reverse_kl_coefficient": 0.5, "with_reward": True},
     ],
 )
 def test_a_step_is_that_of_plain_loops(
     make_model: ModelMaker, tmp_path: Path, batch: Batch, teacher: dict[str, Any]
 ) -> None:
-    folder, taught = make_model("qwen2"), with_teacher(batch, 1)
+    folder, taught = make_model("qwen2"), with_teacher(batch, 1, top_k=5)
     # A group of one has no deviation for the loops; it has no advantage of the reward in the trainer either.
     taught = batch_of(*(list(g.trajectories) for g in taught.groups if len(g.trajectories) > 1))
     trainer, reference = trainer_of(folder, teacher), TaughtReference(folder, teacher)
     loss, norm = reference.step(taught)
     report = trainer.train(taught, VERSIONS)
     assert report.batch.reverse_kl == pytest.approx(mean_reverse_kl(taught), abs=1e-5)
+    kls = reference.forward_kls
+    assert report.policy.forward_kl == (pytest.approx(statistics.fmean(kls), rel=1e-5) if kls else None)
     assert report.loss == pytest.approx(loss, rel=1e-5, abs=1e-8)
     assert report.grad_norm == pytest.approx(norm, rel=1e-5)
     assert largest_difference(exported(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-5
@@ -209,3 +231,50 @@ def test_a_column_that_is_missing_short_or_not_finite_is_refused_by_name(
         trainer.train(with_member(batch, broken), VERSIONS)
     assert trainer.train_step == 0
     assert largest_difference(exported(trainer, tmp_path / "after"), before) == 0
+
+
+def test_forward_kl_without_top_tokens_is_refused_by_name(make_model: ModelMaker) -> None:
+    trainer = trainer_of(make_model("qwen2"), {"forward_kl_coefficient": 1.0})
+    one = with_teacher(PLAIN, 1, top_k=2).groups[0]
+    mixed = batch_of(
+        list(one.trajectories), *(list(g.trajectories) for g in with_teacher(PLAIN, 1, top_k=3).groups[1:])
+    )
+    for batch in (with_teacher(PLAIN, 1), mixed):
+        with pytest.raises(DataError, match=r"no top tokens, or different numbers of them; .* teachers\.\*\.top_k"):
+            trainer.train(batch, VERSIONS)
+
+
+def test_top_tokens_are_counted_where_the_policy_sampled_one_of_them(make_model: ModelMaker) -> None:
+    batch, found = with_teacher(PLAIN, 1, top_k=9), list[bool]()
+    for member in (t for g in batch.groups for t in g.trajectories):
+        assert member.teacher is not None and member.teacher.top_ids is not None
+        tops = iter(member.teacher.top_ids.tolist())
+        for segment in member.segments:
+            among = [token in next(tops) for token in segment.token_ids.tolist()]
+            found += among if segment.behavior_logprobs is not None else []
+    report = trainer_of(make_model("qwen2"), {"forward_kl_coefficient": 1.0}).train(batch, VERSIONS)
+    assert 0 < statistics.fmean(found) < 1
+    assert report.batch.top_token_share == pytest.approx(statistics.fmean(found))
+
+
+def test_a_teacher_is_the_reference_of_the_kl_instead_of_a_second_model(make_model: ModelMaker, tmp_path: Path) -> None:
+    """Its column, which has the log-probabilities of the pinned version, gives the step of that version."""
+    folder, other = make_model("qwen2"), make_model("qwen2", seed=1)
+    scorer = PolicyScorer.from_folder(other, device="cpu", dtype=torch.float64)
+
+    def scored(member: Trajectory) -> Trajectory:
+        (values,) = scorer.logprobs([np.concatenate([member.prompt.token_ids, member.response_ids])])
+        mine = values[len(member.prompt.token_ids) - 1 :].astype(np.float32)
+        return replace(member, teacher=TeacherColumn(teacher="large", manifest_digest="0" * 64, logprobs=mine))
+
+    batch, reports = batch_of(*([scored(t) for t in g.trajectories] for g in PLAIN.groups)), []
+    for reference in ("version", "teacher"):
+        algorithm = AlgorithmConfig(kl_coefficient=0.5, kl_reference=reference)
+        config = TrainerConfig(learning_rate=1e-2, algorithm=algorithm)
+        kept = {0: other} if reference == "version" else {}
+        trainer = PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64, policy_folder=kept.get)
+        reports.append(trainer.train(batch, VERSIONS))
+    pinned, taught = reports
+    assert taught.policy.kl_reference == pytest.approx(pinned.policy.kl_reference, rel=1e-5)
+    assert taught.loss == pytest.approx(pinned.loss, rel=1e-5)
+    assert taught.grad_norm == pytest.approx(pinned.grad_norm, rel=1e-5)
