@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,12 +21,14 @@ from rollmesh.generator.engines.engine_protocol import Engine
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.types import Int32Array
 
 from ..kit.adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
 from ..kit.environments import python_of
+from ..kit.generation import VOCAB, prompt_ids
 from ..sglang_cpu.options import sglang_options
 from ..sglang_cpu.server import UNPINNED, running_server
-from .contract_kit import KEY, LONGEST, StandIn, write_draft, write_model
+from .contract_kit import KEY, LONGEST, StandIn, hf_greedy, write_draft, write_model
 from .served import Policies, Served
 
 _SERVER_ARGUMENTS = (
@@ -33,8 +37,9 @@ _SERVER_ARGUMENTS = (
     *("--max-total-tokens", "16384", "--max-running-requests", "32"),
     *("--admin-api-key", KEY, "--api-key", KEY),
 )
-KINDS = ("sglang-overlap", "sglang-serial", "torch", "stand-in")
-"""The real server twice: with the overlapping schedule that it has by default, and without, as keep_kv needs it."""
+KINDS = ("sglang-overlap", "sglang-serial", "torch-drafts", "torch", "stand-in")
+"""The real server twice: with the overlapping schedule that it has by default, and without, as keep_kv needs it; the
+embedded engine without and with speculation."""
 ADAPTER_KINDS = ("adapters-sglang", "adapters-torch", "adapters-stand-in")
 """Engines that serve adapters above one base; those of ``KINDS`` serve full weights."""
 _TORCH_PACE = ((1, 0.005),)
@@ -99,7 +104,7 @@ def endpoint(
     """An engine's kind and the server behind it; pytest runs all cases of one kind before it starts the next."""
     kind = str(request.param)
     log = tmp_path_factory.mktemp("server") / "server.log"
-    if kind == "torch":
+    if kind.startswith("torch"):
         yield kind, None
     elif kind == "stand-in":
         server = StandIn(models[0], log)
@@ -149,12 +154,37 @@ def served(endpoint: tuple[str, str | None], policies: Policies) -> Iterator[Ser
         yield served
 
 
+@functools.lru_cache
+def partly_right(model: Path) -> list[tuple[Int32Array, Int32Array]]:
+    """Prompts of the cases, and the greedy answers to them with every twentieth token wrong."""
+    prompts = [prompt_ids(seed, count) for seed in range(4) for count in (8, 12)]
+    answers = [hf_greedy(model, ids, 60) for ids in prompts]
+    for answer in answers:
+        answer[19::20] = (answer[19::20] + 1) % VOCAB
+    return list(zip(prompts, answers, strict=True))
+
+
+def slow_down_and_draft(engine: TorchEngine, model: Path) -> None:
+    """Give an engine with speculation a history, and the pace of ``_TORCH_PACE``, which its settings refuse."""
+    thread = engine._thread
+    assert thread is not None and thread.batch.speculation is not None
+    for ids, answer in partly_right(model):
+        thread.batch.speculation.drafts.add(hash(ids.tobytes()), ids, answer)
+    step, pace = thread.batch.step, dict(_TORCH_PACE)
+
+    def slow_step() -> None:
+        step()
+        time.sleep(pace[1])
+
+    thread.batch.step = slow_step  # type: ignore[method-assign]
+
+
 class EngineMaker:
     """``await make(slots=4)``: an engine of this kind on policy version 0, closed at the end of the test."""
 
     def __init__(self, kind: str, url: str | None, models: list[Path], adapter: AdapterSettings | None = None) -> None:
         self.kind = kind
-        self.retracts = kind != "torch"
+        self.retracts = not kind.startswith("torch")
         """An interrupting load prefills running calls again instead of ending them."""
         self.overlaps = kind == "sglang-overlap"
         """A step is under way while the one before it is accounted for."""
@@ -165,7 +195,11 @@ class EngineMaker:
 
     async def __call__(self, *, slots: int = 8, version: int = 0, **sglang: Any) -> Engine:
         engine: Engine
-        if self.kind == "torch":
+        if self.kind == "torch-drafts":
+            engine = TorchEngine(
+                GeneratorConfig(slots=slots, max_context_tokens=LONGEST, device="cpu", speculation="history")
+            )
+        elif self.kind == "torch":
             engine = TorchEngine(
                 GeneratorConfig(slots=slots, max_context_tokens=LONGEST, device="cpu", pace=list(_TORCH_PACE)),
                 adapter=self._adapter,
@@ -176,6 +210,8 @@ class EngineMaker:
             engine = SglangEngine(options)
         self._engines.append(engine)
         await engine.start(self._models[version], version)
+        if self.kind == "torch-drafts":
+            slow_down_and_draft(engine, self._models[version])
         return engine
 
     async def aclose(self) -> None:

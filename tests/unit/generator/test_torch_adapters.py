@@ -18,6 +18,7 @@ from rollmesh.generator.engines import call_limits
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.policy_folders import AdaptedLayers, AdapterSettings, adapted_layers, read_shapes
 from rollmesh.generator.engines.torch.adapters import BASE, AdapterStack
+from rollmesh.generator.engines.torch.speculation import Speculation
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import FinishReason
 
@@ -89,12 +90,15 @@ async def test_an_adapter_computes_what_its_merged_weights_compute(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("speculation", ["off", "history"])
 async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_others(
-    adapter_engine, versions, graphs, monkeypatch
+    adapter_engine, versions, graphs, speculation, monkeypatch
 ):
     monkeypatch.setattr(call_limits, "_HOLD_SECONDS", 600.0)
-    engine = await adapter_engine(cuda_graphs=graphs)
+    monkeypatch.setattr(Speculation, "_paying_width", lambda self, rows, expected, free_places: min(4, free_places()))
+    engine = await adapter_engine(cuda_graphs=graphs, speculation=speculation)
     context = prompt_ids(4, 30)  # the same for all: a cache shared between versions would show
+    await collect(engine, make_call("before", context, max_new_token_count=200))
     running = []
     for version in range(6):  # three more than there are places at first
         if version:
@@ -106,6 +110,8 @@ async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_othe
     for version, (rollout,) in enumerate(await asyncio.gather(*(one.end_saved(engine) for one in running))):
         assert rollout.reason is FinishReason.LENGTH
         versions.check(rollout, version)
+    drafts = engine.status().speculation
+    assert drafts is None or drafts.drafted_token_total > 0
 
 
 async def test_a_call_that_loses_its_cache_is_prefilled_again_under_its_own_version(adapter_engine, versions):
