@@ -96,12 +96,13 @@ def step_report(
         policy=replace(_policy_stats(rng, trajectories, int(trajectories * length)), kl_reference=kl_reference),
     )
     engines = {"prefill_tokens": 4000, "reprefill_tokens": 500, "slot_seconds": 640.0, "running_slot_seconds": 480.0}
+    drafts = {"drafted_tokens": 60, "accepted_tokens": 40, "wasted_tokens": 20, "draft_bytes": 4096}
     total = sum(1000 + 100 * done for done in range(step))
     mesh = {
         "goodput": 0.87,
         "trained_token_total": total,
         "dropped_groups": {"straggler_timeout": 1},
-        "engines": engines,
+        "engines": {**engines, "speculation": {**drafts, "tokens_per_step": {"1": 2.0}}},
         "rounds_per_group": 1.0,
     }
     line = step_record(report, mesh) | {"policy_version": step, "wait_seconds": 0.5}
