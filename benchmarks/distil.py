@@ -57,15 +57,23 @@ def _measures(teacher: RecordedRun, arms: Mapping[str, Sequence[RecordedRun]], u
     goal = _gain(summarise(teacher))
     measures = []
     summaries = {name: list(map(summarise, runs)) for name, runs in arms.items()}
-    for name, bars in zip(arms, ((at_least("ratio", 0.85),), ()), strict=True):
+    bars = (at_least("ratio", 0.85),) if updates == _UPDATES else ()
+    for name in arms:
         gain = spread_of([_gain(summary) for summary in summaries[name]])
         assert gain is not None
-        measures += [
-            compared(f"gain of {updates} updates, {name}", gain.mean, "accuracy", "the teacher's gain", goal, bars),
-            Measure(
-                name=f"standard error of it over seeds, {name}", value=gain.standard_error or math.nan, unit="accuracy"
-            ),
-        ]
+        measures.append(
+            compared(
+                f"gain of {updates} updates, {name}",
+                gain.mean,
+                "accuracy",
+                "the teacher's gain",
+                goal,
+                bars if name == "distilled" else (),
+            )
+        )
+        if gain.standard_error is not None:
+            error = gain.standard_error
+            measures.append(Measure(name=f"standard error of it over seeds, {name}", value=error, unit="accuracy"))
     windows = reverse_kl_windows([newest_per_step(run.metrics.records) for run in arms["distilled"]])
     verdicts = [summary.audit_verdict for runs in summaries.values() for summary in runs]
     return [
