@@ -26,7 +26,7 @@ from rollmesh.cli.common import (
 )
 from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.config import RunConfig
-from rollmesh.config.replica_bounds import SCALABLE, check_scale, configured_replicas
+from rollmesh.config.replica_bounds import check_scale, configured_replicas
 from rollmesh.errors import ConfigError, Conflict
 from rollmesh.launcher.backup import back_up
 from rollmesh.launcher.run_folder import RunFolder
@@ -216,7 +216,7 @@ async def _rows(config: RunConfig, folder: RunFolder, store: TrajectoryStore) ->
             "wanted": requested.get(service, configured[service]),
             "running": running[service],
         }
-        for service in SCALABLE
+        for service in configured
     }
 
 

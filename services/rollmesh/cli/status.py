@@ -102,7 +102,7 @@ def _teachers(config: RunConfig, folder: Path) -> dict[str, str]:
     found = {}
     for name, teacher in config.teachers.items():
         running = len(read_endpoints(folder, teacher_service(name)))
-        services = teacher.address or f"{running} of {teacher.replicas} services"
+        services = teacher.address or f"{running} running"
         found[name] = f"{teacher.model or 'model of its services'}, {services}"
     return found
 

@@ -6,13 +6,13 @@ from rollmesh.config.run import RunConfig
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError
 
-SCALABLE = ("generator", "reward", "rollout")
-"""Services that can be scaled while a run is in progress; the number of trainer ranks is fixed."""
+_SCALABLE = ("generator", "reward", "rollout")
+"""Services beside the teachers that can be scaled while a run is in progress; the number of trainer ranks is fixed."""
 
 MOST_REPLICAS = 256
 """Maximum replicas of one service, so that a typing error does not fill the machine with processes."""
 
-_FEWEST = {"generator": 0, "reward": 1, "rollout": 1}
+_FEWEST = {"reward": 1, "rollout": 1}
 
 
 def check_replicas(service: str, replicas: int) -> None:
@@ -22,9 +22,10 @@ def check_replicas(service: str, replicas: int) -> None:
             "trainer cannot be scaled while a run is in progress, because the number of its ranks is fixed: stop the "
             "run, set launcher.trainer_processes, and start it again"
         )
-    if service not in SCALABLE:
-        raise ConfigError(f"{service} cannot be scaled: expected one of {', '.join(SCALABLE)}")
-    fewest = _FEWEST[service]
+    if service not in _SCALABLE and not service.startswith(teacher_service("")):
+        known = ", ".join((*_SCALABLE, teacher_service("NAME")))
+        raise ConfigError(f"{service} cannot be scaled: expected one of {known}")
+    fewest = _FEWEST.get(service, 0)
     if not fewest <= replicas <= MOST_REPLICAS:
         raise ConfigError(f"{service}={replicas}: expected {fewest} to {MOST_REPLICAS} replicas")
 
@@ -32,6 +33,8 @@ def check_replicas(service: str, replicas: int) -> None:
 def check_scale(config: RunConfig, service: str, replicas: int) -> None:
     """Raise ConfigError like ``check_replicas``, or when this run cannot have that number of replicas."""
     check_replicas(service, replicas)
+    if service not in configured_replicas(config):
+        raise ConfigError(f"{service} cannot be scaled: teachers of the run file has none of that name without address")
     reason = config.generator.engine_section.problem("replicas", replicas) if service == "generator" else ""
     if reason:
         raise ConfigError(f"generator={replicas}: {reason}")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from rollmesh.config import RunConfig
-from rollmesh.config.replica_bounds import SCALABLE
+from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.errors import PoliciesRefused, RollmeshError, StoreUnavailable
 from rollmesh.launcher.console_notes import AddressNotes, ServiceWatch
 from rollmesh.launcher.evaluation_journal import EvaluationJournal
@@ -121,7 +121,7 @@ class LocalMesh:
             config = config.model_copy(update={"launcher": launcher})
             of_trainer = {**environment, **thread_variables(way.threads)}
         for spec in service_specs(config, self.folder, environment):
-            if spec.service in names and spec.service not in SCALABLE:
+            if spec.service in names and spec.service not in configured_replicas(config):
                 own = of_trainer if spec.service == "trainer" else environment
                 self.supervisor.start(replace(spec, environment=own))
 

@@ -19,7 +19,7 @@ from functools import partial
 from rollmesh.checkpoints.sealing import random_once
 from rollmesh.config import RunConfig
 from rollmesh.config.load import secret_environment
-from rollmesh.config.replica_bounds import SCALABLE, check_scale, configured_replicas
+from rollmesh.config.replica_bounds import check_scale, configured_replicas
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_folder import RunFolder
@@ -169,7 +169,7 @@ class ReplicaScaler:
     async def begin(self, services: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the wanted replicas of these services; ``reconcile`` adjusts them from then on."""
         self._environment = environment
-        self._services = tuple(service for service in SCALABLE if service in services)
+        self._services = tuple(service for service in self._configured if service in services)
         for service, replicas in (await self._requests()).items():
             if replicas != self._configured[service]:
                 self._note(f"{service}: {replicas} replicas, as requested (the run file: {self._configured[service]})")

@@ -169,7 +169,7 @@ async def test_a_wish_says_whether_a_launcher_carries_it_out(store: TrajectorySt
     [
         ("trainer", 2, "launcher.trainer_processes"),
         ("trainer", None, "launcher.trainer_processes"),
-        ("generators", 2, "generators cannot be scaled: expected one of generator, reward, rollout"),
+        ("generators", 2, "generators cannot be scaled: expected one of generator, reward, rollout, teacher-NAME"),
         ("generator", -1, "generator=-1: expected 0 to 256 replicas"),
         ("generator", 257, "expected 0 to 256"),
         ("rollout", 0, "rollout=0: expected 1 to 256"),

@@ -69,6 +69,7 @@ def make_config(folder: Path, temperature: float = 1.0, **teacher: Any) -> RunCo
         "data": {"max_prompt_tokens": 32, "source": {"type": "jsonl", "path": "unused"}},
         "rollout": {"max_new_tokens": 32, "temperature": temperature},
         "generator": {"max_context_tokens": CONTEXT, "device": "cpu"},
+        "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 1.0}}},
         "teachers": {TEACHER: {"model": str(folder / "teacher"), "device": "cpu", **teacher}},
     }
     return validate_run_config(settings, "test")

@@ -161,12 +161,24 @@ def test_words_name_services_and_their_replicas(tmp_path: Path) -> None:
         ("generator=two", "expected SERVICE=N"),
         ("trainer=2", "launcher.trainer_processes"),
         ("gateway=2", "gateway cannot be scaled"),
+        (
+            "teacher-wise=2",
+            "teacher-wise cannot be scaled: teachers of the run file has none of that name without address",
+        ),
         ("generator=1000", "generator=1000: expected 0 to 256"),
     ],
 )
 def test_a_word_that_cannot_be_met_is_named(tmp_path: Path, word: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         parse_replicas(run(tmp_path), [word])
+
+
+def test_a_teacher_without_an_address_is_scaled_by_the_name_of_its_service(tmp_path: Path) -> None:
+    sections = run(tmp_path).model_dump() | {"teachers": {"wise": {"model": "m", "replicas": 0}}}
+    sections["trainer"]["algorithm"]["teacher"] = {"reverse_kl_coefficient": 1.0}
+    config = RunConfig.model_validate(sections)
+    assert parse_replicas(config, ["teacher-wise=2"]) == {"teacher-wise": 2}
+    assert parse_replicas(config, ["teacher-wise=default"]) == {"teacher-wise": None}
 
 
 def test_generators_cannot_share_one_sglang_server(tmp_path: Path) -> None:

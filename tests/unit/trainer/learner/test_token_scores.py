@@ -16,7 +16,7 @@ from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.learner.packing import pack_sequences
 from rollmesh.trainer.learner.policy_model import load_policy_model
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.learner.token_scores import CHUNK_LOGITS, TopTokens, score_tokens
+from rollmesh.trainer.learner.token_scores import CHUNK_LOGITS, TopTokens, score_tokens, score_top_tokens
 
 from ....kit.made_batches import SHAPE, VOCAB, random_batch
 from .conftest import IDS, VERSIONS, ModelMaker
@@ -58,6 +58,27 @@ def test_scores_and_gradients_are_those_of_all_logits_at_once(chunk_tokens: int,
     gradients = [torch.autograd.grad(loss, inputs) for loss in losses]
     for mine, theirs in zip((*got, *gradients[0]), (*expected, *gradients[1]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+def test_the_most_likely_tokens_are_those_of_all_logits_at_once(chunk_tokens: int) -> None:
+    torch.manual_seed(1)
+    head = torch.nn.Linear(WIDTH, VOCAB).double()
+    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    targets, heat = torch.randint(0, VOCAB, (TOKENS,)), torch.rand(TOKENS) + 0.5
+    columns = (head.weight, head.bias, targets, heat)
+    logprobs, ids, values = score_top_tokens(hidden, *columns, 4, chunk_logits=chunk_tokens * VOCAB)
+    expected, order = (head(hidden) / heat.double()[:, None]).log_softmax(-1).sort(descending=True)
+    torch.testing.assert_close(logprobs, plain(hidden, head, targets, heat.double())[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(values, expected[:, :4], rtol=1e-12, atol=1e-12)
+    assert torch.equal(ids, order[:, :4])
+
+
+def test_the_most_likely_tokens_need_one_chunk_of_logits() -> None:
+    hidden, weight = torch.randn(1024, WIDTH), torch.randn(16_384, WIDTH)
+    targets, chunk = torch.zeros(1024, dtype=torch.int64), 16_384 * 16
+    peak = peak_bytes(lambda: score_top_tokens(hidden, weight, None, targets, None, 8, chunk_logits=chunk))
+    assert peak < 1024 * 16_384 * 4 / 8, "an eighth of all logits"
 
 
 def test_a_frozen_head_has_no_gradient_and_tokens_without_any_give_zero() -> None:
