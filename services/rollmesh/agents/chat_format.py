@@ -35,6 +35,7 @@ for example. Their messages are streamed at the end. (gpt-oss is not tested: its
 _MOST_FORMATS = 64
 """Number of formats, one for each choice of variables, that are kept."""
 
+# Compared whole, without its system message, where some templates have one of their own, and as a question alone.
 _PROBE: tuple[Message, ...] = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 2 + 3?"},
@@ -299,24 +300,25 @@ def check_named_format(config: AgentsConfig, tokenizer: Tokenizer, variables: Ma
 
 
 def _matching_renderer(tokenizer: Tokenizer, options: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
-    """Return the renderer that writes a probe of all roles as the chat template does, or an empty text."""
+    """Return the renderer that writes every probe as the chat template does, or an empty text."""
     if not tokenizer.has_chat_template:
         return ""
+    probes = [(_PROBE, _PROBE_TOOLS), (_PROBE[1:], _PROBE_TOOLS), (_PROBE[1:2], ())]
     try:
-        text = tokenizer.chat_text(_PROBE, variables=variables, tools=_PROBE_TOOLS)
+        texts = [tokenizer.chat_text(probe, variables=variables, tools=tools) for probe, tools in probes]
     except DataError:
         return ""
-    expected = tokenizer.encode(text)
+    expected = [tokenizer.encode(text) for text in texts]
     for name in _known_renderers():
         if name == "gpt-oss":  # it prints today's date, so no template with a fixed one agrees, and loads a vocabulary
             continue
         try:
             renderer = _make_renderer(name, tokenizer, options, variables)
-            written = RendererFormat(name, renderer, tokenizer, variables).ids(_PROBE, _PROBE_TOOLS)
+            found = RendererFormat(name, renderer, tokenizer, variables)
+            if all(np.array_equal(found.ids(*probe), ids) for probe, ids in zip(probes, expected, strict=True)):
+                return name
         except Exception:  # a family whose special tokens the tokenizer lacks; every one has errors of its own
             continue
-        if np.array_equal(written, expected):
-            return name
     return ""
 
 

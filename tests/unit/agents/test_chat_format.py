@@ -261,14 +261,17 @@ def test_a_renderer_that_does_not_know_the_tokenizer_is_refused_with_the_setting
     assert ChatFormats(config(tmp_path), tokenizer).renderer_format({}) is None, "ChatML alone is no family's format"
 
 
-def test_auto_takes_the_family_that_writes_what_the_chat_template_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_system", ["", "You are a model."])
+def test_auto_takes_the_family_that_writes_what_the_chat_template_writes(tmp_path: Path, own_system: str) -> None:
     from renderers import qwen3
 
     # The format is a fact of the model; the words of its header come from the package.
     template = (
         (
-            "{{ '<|im_start|>system\n' ~ messages[0].content }}{% if tools %}{{ '\n\n' }}HEAD"
-            "{% for tool in tools %}{{ '\n' ~ (tool | tojson) }}{% endfor %}FOOT{% endif %}{{ '<|im_end|>\n' }}"
+            "{% set system = messages[0].content if messages[0].role == 'system' else OWN %}"
+            "{% if system or tools %}{{ '<|im_start|>system\n' ~ system }}"
+            "{% if tools %}{{ '\n\n' if system else '' }}HEAD"
+            "{% for tool in tools %}{{ '\n' ~ (tool | tojson) }}{% endfor %}FOOT{% endif %}{{ '<|im_end|>\n' }}{% endif %}"
             "{% for m in messages if m.role != 'system' %}"
             "{% if m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' ~ m.content ~ '\n</tool_response>' }}"
             "{% else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}"
@@ -279,9 +282,13 @@ def test_auto_takes_the_family_that_writes_what_the_chat_template_writes(tmp_pat
         )
         .replace("HEAD", f"{{{{ {qwen3._TOOLS_HEADER!r} }}}}")
         .replace("FOOT", f"{{{{ {qwen3._TOOLS_FOOTER!r} }}}}")
+        .replace("OWN", repr(own_system))
     )
     tokenizer = make_family_tokenizer(tmp_path, "qwen3", template)
     chat = ChatFormats(config(tmp_path), tokenizer).renderer_format({})
+    if own_system:
+        assert chat is None, "the family writes no system message where a conversation has none"
+        return
     assert chat is not None
     assert ChatFormats(config(tmp_path, renderer="template"), tokenizer).renderer_format({}) is None
     with pytest.raises(DataError, match="chat_template_kwargs: the renderer .* refuses"):
