@@ -46,9 +46,18 @@ from rollmesh.trainer.main import build_ranks
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.publishing import canary_sequences
 from rollmesh.trainer.service.ranks import RankCoordinator
-from rollmesh.types import PolicyRecord
+from rollmesh.types import Batch, PolicyRecord
 
-from ...kit.made_batches import VOCAB, batch_of, forked_groups, policy_segment, random_batch, trajectory, with_kept_sets
+from ...kit.made_batches import (
+    VOCAB,
+    batch_of,
+    forked_groups,
+    policy_segment,
+    random_batch,
+    trajectory,
+    with_kept_sets,
+    with_teacher,
+)
 
 STEPS = 3
 VERSIONS = {v: v for v in range(8)}
@@ -60,6 +69,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "loglinear_ess": {"old_logprobs": "loglinear", "update_scale": "ess"},
         # The average is sharded as the policy is.
         "ewma": {"loss": "decoupled_ppo", "old_logprobs": "ewma", "old_logprobs_options": {"reset_below": 0}},
+        # Beginnings are shared, and a rank has a dummy without a token beside the top tokens of another one.
+        "taught": {"teacher": {"reverse_kl_coefficient": 1.0, "discount": 0.9, "forward_kl_coefficient": 0.5}},
         "recompute_m2po": {"old_logprobs": "recompute", "masks": ("m2po",)},
         # Snapshots and the reference are scored in the policy's own shards.
         "adapter_snapshot": {"old_logprobs": "snapshot", "kl_coefficient": 0.05, "kl_reference_version": 0},
@@ -105,11 +116,18 @@ def run(trainer: PolicyTrainer, out: Path) -> list[object]:
         # Five trajectories make an odd number of micro-batches, so that one rank gets a dummy.
         batch = random_batch(step, groups=5, members=1 + 2 * (step % 2), train_step=step, versions=3)
         batch = batch_of(*(list(group.trajectories) for group in batch.groups), *forked_groups(step), train_step=step)
-        if step > 1:  # every token truncated, and some
+        if trainer.settings(step).recipe.algorithm.reads_teachers:
+            batch = with_teacher(batch, step, top_k=3)
+        elif step > 1:  # every token truncated, and some
             batch = with_kept_sets(batch, step, full=0.3 * (step - 2))
         reports.append(trainer.train(batch, VERSIONS).to_json())
         trainer.export(out / str(step))
     return reports
+
+
+def last_batch() -> Batch:
+    """The batch that a trainer continues with, whose columns only some recipes read."""
+    return with_teacher(random_batch(9, groups=5, train_step=STEPS + 1), 9, top_k=3)
 
 
 def train_recipe(model: Path, out: Path, recipe: str) -> None:
@@ -130,7 +148,7 @@ def train_recipe(model: Path, out: Path, recipe: str) -> None:
     fresh = make_trainer(model, text, world, out)
     tensors = fresh.tensors_to_fill(state.record.extra)
     fresh.restore_extra(load_state(state, tensors), tensors)
-    fresh.train(random_batch(9, groups=5, train_step=STEPS + 1), VERSIONS)
+    fresh.train(last_batch(), VERSIONS)
     fresh.export(out / "continued")
     if world.leads:
         (out / "reports.json").write_text(json.dumps(reports))

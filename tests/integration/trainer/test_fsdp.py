@@ -13,9 +13,9 @@ from rollmesh.checkpoints.committed import judge_states
 from rollmesh.checkpoints.states import load_state
 from rollmesh.trainer.learner.distributed import World
 
-from ...kit.made_batches import SHAPE, random_batch, write_random_model
+from ...kit.made_batches import SHAPE, write_random_model
 from ...kit.trainer_reference import largest_difference, weights_of
-from .rank_process import RECIPES, SECRET, STEPS, VERSIONS, make_trainer, run
+from .rank_process import RECIPES, SECRET, STEPS, VERSIONS, last_batch, make_trainer, run
 from .two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path, recipe: str) -> None
     for alone, shared in zip(reports, json.loads((two / "reports.json").read_text()), strict=True):
         assert numbers(alone) == pytest.approx(numbers(shared), rel=1e-6, abs=1e-8)
         assert shared["forward_tokens"] < alone["forward_tokens"]
-    trainer.train(random_batch(9, groups=5, train_step=STEPS + 1), VERSIONS)
+    trainer.train(last_batch(), VERSIONS)
     trainer.export(one / "continued")
     assert largest_difference(weights_of(two / "continued"), weights_of(one / "continued")) < 1e-8
     # What two ranks saved, one process loads.
