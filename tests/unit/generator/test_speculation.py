@@ -35,7 +35,7 @@ def speculating(monkeypatch: pytest.MonkeyPatch, engine_of: Callable[..., Any]) 
     def widest(
         self: Speculation, rows: int, expected: Sequence[Sequence[float]], free_places: Callable[[], int]
     ) -> int:
-        fitting = [w for w in self._widths if w <= min(free_places(), speculation.MOST_TOKENS // rows)]
+        fitting = [w for w in speculation.WIDTHS if w <= min(free_places(), speculation.MOST_TOKENS // rows)]
         return fitting[-1] if fitting else 1
 
     monkeypatch.setattr(Speculation, "_paying_width", widest)

@@ -25,8 +25,8 @@ HISTORY_TOKENS = 10_000_000
 """Most tokens of the drafts of one generator: 150 MB."""
 MOST_TOKENS = 256
 """Most tokens of a wide step."""
-_WIDTHS, _STATIC_WIDTHS = (2, 3, 4, 6, 8, 11, 16), (4, 8, 16)
-"""Tokens of each row in wide steps: few shapes, which are prepared once; fewer where each has a graph."""
+WIDTHS = (4, 8, 16)
+"""Tokens of each row in wide steps: few shapes, which are prepared once, as graphs on a GPU."""
 _FIRST, _MOST = 2, 16
 _SHORT = 0.5
 """Share of the mean length of responses below which those to a prompt are short."""
@@ -34,7 +34,7 @@ _PROMPTS = 1 << 16
 """Prompts whose mean length is known."""
 _QUIET_MISSES, _LONGEST_QUIET = 4, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
-_TRIAL, _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256, 1 << 11
+_TRIAL, _FIRST_PAUSE, _LONGEST_PAUSE = 48, 512, 1 << 12
 """Steps of a trial, and of a pause."""
 _REFRESH, _REFRESHED = 128, 4
 """Of so many steps with drafts, so many are plain, and measured."""
@@ -90,11 +90,7 @@ class Proposal:
 class Speculation:
     """Drafts of the running calls. Model thread only, but for ``counters``."""
 
-    def __init__(
-        self, slot_count: int, vocab_size: int, clock: Callable[[], float] = time.perf_counter, *, static: bool = False
-    ) -> None:
-        """Start without drafts; ``static`` steps have few shapes."""
-        self._widths = _STATIC_WIDTHS if static else _WIDTHS
+    def __init__(self, slot_count: int, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.drafts = Drafts(HISTORY_TOKENS)
         self._courses: dict[int, _Course] = {}
@@ -165,7 +161,7 @@ class Speculation:
         self._step += 1
         self.looked, self._width = False, 1
         rows, state = len(slots), self._classes[_class_of(len(slots))]
-        if self._step < state.paused_until or rows * self._widths[0] > MOST_TOKENS:
+        if self._step < state.paused_until or rows * WIDTHS[0] > MOST_TOKENS:
             return None
         if not self._plain_seconds[rows] or self._step % _REFRESH < _REFRESHED:
             return None
@@ -204,7 +200,7 @@ class Speculation:
         plain, number = self._plain_seconds[rows], _class_of(rows)
         best, width, most = rows / plain, 1, min(MOST_TOKENS // rows, free_places())
         longest = max(map(len, expected))
-        for each in self._widths:
+        for each in WIDTHS:
             if each > most:
                 break
             seconds = self._wide_seconds.get((number, each), plain)
@@ -269,13 +265,13 @@ class Speculation:
         known = self._plain_seconds[rows]
         if not self.looked:
             if self._step % _REFRESH:  # the first plain step after others prepares what the next ones use again
-                # Near the least: plain steps between others are slower than those of an engine that takes no others.
-                weight = _WEIGHT if seconds > known else 4 * _WEIGHT
-                self._plain_seconds[rows] = known + (seconds - known) * weight if known else seconds
+                self._plain_seconds[rows] = _towards(known or seconds, seconds)
             return
         if self._width > 1:
-            wide = self._wide_seconds.get((number, self._width), seconds)
-            self._wide_seconds[number, self._width] = wide + (seconds - wide) * _WEIGHT
+            wide = self._wide_seconds.get((number, self._width))
+            self._wide_seconds[number, self._width] = known if wide is None else _towards(wide, seconds)
+            if wide is None:
+                return  # the first step of a shape prepares it
         state = self._classes[number]
         state.steps += 1
         keep = 1 - _WEIGHT / 4
@@ -288,6 +284,11 @@ class Speculation:
                 state.paused_until = self._step + state.pause
                 state.pause = min(4 * state.pause, _LONGEST_PAUSE)
                 state.steps, state.worth, state.seconds = 0, 0.0, 0.0
+
+
+def _towards(known: float, seconds: float) -> float:
+    """Return the seconds of steps after another one, near the least: the first of a shape and of a kind are slower."""
+    return known + (seconds - known) * (_WEIGHT if seconds > known else 4 * _WEIGHT)
 
 
 def _class_of(rows: int) -> int:
