@@ -98,7 +98,7 @@ class RunningBatch:
     def step(self) -> None:
         """Sample a token, or several, for every active call and emit the chunks due; requires an active call."""
         order, speculation = self._arranged(), self.speculation
-        if speculation is None:
+        if speculation is None or speculation.rests(len(order.slots)):
             self._plain_step(order)
             return
         started, before = speculation.clock(), self.counters.generated_token_total
