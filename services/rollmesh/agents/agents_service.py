@@ -169,9 +169,8 @@ async def openai_service(
 ) -> AsyncIterator[OpenAiService]:
     """Run the service and its loops; a failed loop sets ``shutdown``, and its error is raised at the end.
 
-    ``address``: host:port where other replicas reach its API.
-
-    On exit every active trajectory is saved and released. The release does not count as an attempt.
+    ``address``: host:port where other replicas reach its API. On exit every active trajectory is saved and released,
+    which does not count as an attempt.
     """
     metrics = OpenAiMetrics(registry)
     formats = await asyncio.to_thread(ChatFormats, config, tokenizer)
@@ -212,9 +211,7 @@ async def openai_service(
             store=store,
             formats=formats,
             metrics=metrics,
-            unrecorded=UnrecordedCalls(
-                tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens
-            ),
+            unrecorded=UnrecordedCalls(tokenizer, caller, generators, config.generator.max_context_tokens),
             agents=agents,
             drain=drain,
         )

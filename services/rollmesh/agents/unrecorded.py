@@ -28,7 +28,7 @@ class UnrecordedCalls:
     """Sampler of answers outside the queue, on the generators of the run."""
 
     def __init__(
-        self, tokenizer: Tokenizer, caller: Caller, generators: GeneratorPool, *, max_context_tokens: int
+        self, tokenizer: Tokenizer, caller: Caller, generators: GeneratorPool, max_context_tokens: int
     ) -> None:
         self._tokenizer = tokenizer
         self._caller = caller

@@ -1,4 +1,4 @@
-"""What a policy learns from a teacher's log-probabilities of its own tokens (docs/methods.md: Teachers)."""
+"""Learning from a teacher's log-probabilities of the policy's own tokens (docs/methods.md: Teachers)."""
 
 from __future__ import annotations
 

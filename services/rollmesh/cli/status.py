@@ -62,13 +62,8 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         pages, apis = read_endpoints(folder.path, "gateway"), read_endpoints(folder.path, "agents")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
-            data |= {
-                "failure": failure,
-                "state": state,
-                "waiting_for": waiting_for,
-                "waits": waits,
-                "ending": dict(ended),
-            }
+            data |= {"failure": failure, "state": state, "waiting_for": waiting_for}
+            data |= {"waits": waits, "ending": dict(ended)}
             data["gateways"] = [page.url for page in pages]
             data["agents"] = [api.url for api in apis]
             data["teachers"] = _teachers(config, folder.path)

@@ -95,7 +95,7 @@ def teacher_problems(teachers: Mapping[str, TeacherConfig], domains: Collection[
 
 
 class TeacherObjective(Section):
-    """What the policy learns from the scores of the teachers (docs/methods.md: Teachers)."""
+    """Objective of the policy from the scores of the teachers (docs/methods.md: Teachers)."""
 
     reverse_kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of log pi_teacher - log pi_behaviour of a token in its advantage; 0 is off."""

@@ -19,7 +19,7 @@ from rollmesh.launcher.service_specs import rollmesh_command, thread_variables
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether a user or a supervisor has asked this process to stop."""
+    """Request of a user or a supervisor that this process stops; true once it was made."""
 
     on_first: Callable[[], None] = lambda: None
     """Called once, within the signal's handler."""

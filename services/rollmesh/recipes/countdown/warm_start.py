@@ -1,4 +1,4 @@
-"""What the countdown model's warm start is made of: ``python -m rollmesh.recipes.countdown.warm_start --out DIR``.
+"""Inputs of the countdown model's warm start: ``python -m rollmesh.recipes.countdown.warm_start --out DIR``.
 
 It writes a model with random weights (``start``) and rows of demonstrations (``rows.jsonl``, ``held-out.jsonl``), from
 which ``rollmesh sft`` makes the warm start with the settings of examples/warm-start.yaml (measurements: MODEL.md).

@@ -131,7 +131,7 @@ class _Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Columns:
-    """What the tokens are scored by; see ``score_tokens``."""
+    """Columns that the tokens are scored by; see ``score_tokens``."""
 
     targets: Tensor
     temperatures: Tensor | None

@@ -142,57 +142,63 @@ def build_train_batch(
 ) -> TrainBatch:
     """Flatten a batch, compute its advantages and mark the tokens that are trained on.
 
-    ``train_step_of_version`` maps every policy version that wrote tokens to its train step. Advantages compare the
+    ``train_step_of_version`` has the train step of every policy version that wrote tokens. Advantages compare the
     members that have a reward, including ``reward.fixed_value``; members without one are dropped. ``advantage`` None
     leaves the advantages NaN, for those that need a pass of a policy. ``max_token_staleness`` masks older tokens
     (``on_stale: mask_old_segments``). ``with_teacher`` reads the columns of the teachers. Raises DataError for an
     unknown version, a repeated trajectory, a segment without finite logprobs or with T = 0, a kept set without its
     token, an empty prompt, a batch without a reward, and a trajectory without a column.
     """
-    # The queue returns only members with a reward; reward.fixed_value does not change the kind of the outcome.
-    members = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories if t.outcome is not None]
-    total = sum(len(group.trajectories) for group in batch.groups)
-    if not members:
-        raise DataError(f"batch {batch.train_step}: none of its {total} trajectories has a reward")
-    ids = tuple(t.trajectory_id for _, t in members)
-    if len(set(ids)) != len(ids):
-        raise DataError(f"batch {batch.train_step}: a trajectory occurs twice")
-    columns = [_columns(t, train_step_of_version, batch.train_step - 1) for _, t in members]
+    members = _scored_members(batch)
+    scored = [t for _, t in members]
+    columns = [_columns(t, train_step_of_version, batch.train_step - 1) for t in scored]
     flat = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
     lengths = np.array([len(c["token_ids"]) for c in columns], np.int64)
     sequence_index = np.repeat(np.arange(len(members), dtype=np.int64), lengths)
-    loss_mask = policy_mask = flat["versions"] != NO_VERSION
-    if max_token_staleness is not None:  # docs/architecture.md: The staleness bound
-        loss_mask = policy_mask & (flat["staleness"] <= max_token_staleness)
-    unit_index, returns = units_of([t for _, t in members], credit, sequence_index, policy_mask)
+    policy_mask, bound = flat["versions"] != NO_VERSION, max_token_staleness
+    # docs/architecture.md: The staleness bound
+    loss_mask = policy_mask if bound is None else policy_mask & (flat["staleness"] <= bound)
+    unit_index, returns = units_of(scored, credit, sequence_index, policy_mask)
     flattened = TrainBatch(
         train_step=batch.train_step,
-        trajectory_ids=ids,
+        trajectory_ids=tuple(t.trajectory_id for t in scored),
         group_index=np.array([g for g, _ in members], np.int64),
         group_count=len(batch.groups),
         group_domains=tuple(group.trajectories[0].prompt.domain for group in batch.groups),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        prompt_lengths=np.array([len(t.prompt.token_ids) for _, t in members], np.int64),
-        rewards=np.array([t.shaped_reward for _, t in members], np.float64),
+        prompt_lengths=np.array([len(t.prompt.token_ids) for t in scored], np.int64),
+        rewards=np.array([t.shaped_reward for t in scored], np.float64),
         # None, which is no verdict, becomes NaN.
-        outcome_values=np.array([t.outcome and t.outcome.verdict for _, t in members], np.float64),
+        outcome_values=np.array([t.outcome and t.outcome.verdict for t in scored], np.float64),
         returns=returns,
         advantages=np.full(len(returns), np.nan),
         unit_index=unit_index,
-        truncated=np.array([t.finish_reason is FinishReason.LENGTH for _, t in members]),
+        truncated=np.array([t.finish_reason is FinishReason.LENGTH for t in scored]),
         sequence_index=sequence_index,
         policy_mask=policy_mask,
         loss_mask=loss_mask,
-        kept_sets=join_sets((count, trajectory_sets(t)) for count, (_, t) in zip(lengths, members, strict=True)),
-        masked_by={} if max_token_staleness is None else {"stale": policy_mask & ~loss_mask},
+        kept_sets=join_sets((count, trajectory_sets(t)) for count, t in zip(lengths, scored, strict=True)),
+        masked_by={} if bound is None else {"stale": policy_mask & ~loss_mask},
         passed=np.ones(len(members), np.bool_),
-        teacher=teacher_scores([t for _, t in members]) if with_teacher else None,
+        teacher=teacher_scores(scored) if with_teacher else None,
         unscored=np.array([sum(t.outcome is None for t in group.trajectories) for group in batch.groups], np.int64),
         **flat,
     )
     if advantage is None:
         return flattened
     return replace(flattened, advantages=advantage(trajectory_columns(flattened)).numpy())
+
+
+def _scored_members(batch: Batch) -> list[tuple[int, Trajectory]]:
+    """Return the trajectories with a reward, each with the index of its group; DataError for none, or one twice."""
+    # The queue returns only members with a reward; reward.fixed_value does not change the kind of the outcome.
+    members = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories if t.outcome is not None]
+    if not members:
+        total = sum(len(group.trajectories) for group in batch.groups)
+        raise DataError(f"batch {batch.train_step}: none of its {total} trajectories has a reward")
+    if len({t.trajectory_id for _, t in members}) != len(members):
+        raise DataError(f"batch {batch.train_step}: a trajectory occurs twice")
+    return members
 
 
 def trajectory_columns(
