@@ -22,8 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.frame import Measure, at_least, compared
 from benchmarks.models import SMALL, write_random_model
-from rollmesh.config.sft_config import SftTrainerConfig
-from rollmesh.config.sft_rows import RowOptions
+from rollmesh.config.sft_config import RowOptions, SftTrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.sft.rows import read_rows
 from rollmesh.sft.sft_trainer import SftTrainer

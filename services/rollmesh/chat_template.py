@@ -194,7 +194,8 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool = True) -> str:
         if not self._source:
             raise DataError(
-                f"{self._folder}: the tokenizer has no chat template; set chat: false and write plain prompts"
+                f"{self._folder}: the tokenizer has no chat template; add chat_template.jinja, or write plain texts: "
+                "chat: false in a run, prompt and response in rows of rollmesh sft"
             )
         try:
             return self._compiled.render(

@@ -245,7 +245,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path, n
 
 
 def test_a_chat_without_a_template_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no chat template; set chat: false"):
+    with pytest.raises(DataError, match="no chat template; add chat_template.jinja, or write plain texts: chat: false"):
         Tokenizer(make_folder(tmp_path)).render_chat(MESSAGES)
 
 

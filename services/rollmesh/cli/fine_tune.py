@@ -17,9 +17,9 @@ from rollmesh.cli.common import (
     clear_errors,
     heavy_module,
 )
-from rollmesh.config import text_override, write_run_config
+from rollmesh.config import text_override
 from rollmesh.config.load import load_config
-from rollmesh.config.sft_config import SFT_FILE, SftConfig
+from rollmesh.config.sft_config import SftConfig
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.fine_tuning_ranks import StopRequest, run_ranks
 from rollmesh.launcher.run_folder import made_folder
@@ -57,9 +57,8 @@ def sft(
             raise ConfigError(f"folder={path}: holds a run of rollmesh up (config.yaml); name another folder")
         config = config.model_copy(update={"folder": str(path)})
         with locked_folder(path, "stop it first, or name another folder") as lock:
-            write_run_config(config, path / SFT_FILE)
             if config.launcher.trainer_processes > 1:
-                status, stopped = run_ranks(config, path / SFT_FILE, lock)
+                status, stopped = run_ranks(config, lock)
             else:
                 stop = StopRequest()
                 with stop.watched():

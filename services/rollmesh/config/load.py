@@ -144,7 +144,8 @@ def _problem(kind: type[Section], problem: ErrorDetails) -> str:
     seen = "" if hidden else f" (got {value!r})"
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown key{_similar(kind, keys)}{seen}"
-    return f"{where}: {problem['msg'].removeprefix('Value error, ')}{seen}"
+    words = problem["msg"].removeprefix("Value error, ").replace("valid tuple", "list").replace("Tuple", "List")
+    return f"{where}: {words}{seen}"
 
 
 def _similar(kind: type[BaseModel], keys: Sequence[str]) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO
 
-from rollmesh.config.load import inherited_environment
-from rollmesh.config.sft_config import SftConfig
+from rollmesh.config.load import inherited_environment, write_run_config
+from rollmesh.config.sft_config import SFT_FILE, SftConfig
 from rollmesh.launcher.service_specs import rollmesh_command, thread_variables
 
 
@@ -49,8 +50,8 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def run_ranks(config: SftConfig, config_file: Path, lock: IO[str]) -> tuple[int, bool]:
-    """Run the ranks of a resolved file to their end; return torchrun's exit status, and True if a user stopped them.
+def run_ranks(config: SftConfig, lock: IO[str]) -> tuple[int, bool]:
+    """Run the ranks to their end; return torchrun's exit status, and True if a user stopped them.
 
     torchrun has the ``lock`` of the run folder too: if this process is killed, its ranks end after their step.
 
@@ -59,14 +60,17 @@ def run_ranks(config: SftConfig, config_file: Path, lock: IO[str]) -> tuple[int,
     ranks = config.launcher.trainer_processes
     threads = config.launcher.torch_threads or max(1, (os.cpu_count() or 1) // ranks)
     environment = {**inherited_environment(), **thread_variables(threads), "TOKENIZERS_PARALLELISM": "false"}
-    command = [*rollmesh_command(ranks), "sft", str(config_file), "--supervised-by", str(os.getpid())]
-    # In a session of their own, so that Ctrl-C reaches only this process, which tells them once.
-    process = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=(lock.fileno(),))
-    stop = StopRequest(on_first=process.terminate)
-    try:
-        with stop.watched():
-            return process.wait(), stop()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / SFT_FILE
+        write_run_config(config, file)
+        command = [*rollmesh_command(ranks), "sft", str(file), "--supervised-by", str(os.getpid())]
+        # In a session of their own, so that Ctrl-C reaches only this process, which tells them once.
+        process = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=(lock.fileno(),))
+        stop = StopRequest(on_first=process.terminate)
+        try:
+            with stop.watched():
+                return process.wait(), stop()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

@@ -18,8 +18,9 @@ import torch
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.describe import read_json
 from rollmesh.checkpoints.sealing import run_secret
+from rollmesh.config.load import write_run_config
 from rollmesh.config.recipes import resolve_model
-from rollmesh.config.sft_config import SftConfig
+from rollmesh.config.sft_config import SFT_FILE, SftConfig
 from rollmesh.errors import CheckpointError, ConfigError, Reason, TrainingDiverged
 from rollmesh.sft.progress_line import ProgressLine
 from rollmesh.sft.row_batches import RowOrder, rows_digest
@@ -106,6 +107,7 @@ class FineTuning:
         trainer = self._trainer
         self._resume()
         if self._world.leads:
+            write_run_config(self._config, Path(self._config.folder) / SFT_FILE)
             keep_lines_up_to(self._metrics, trainer.train_step or -1)
         if trainer.train_step == 0:
             self._record({"train_step": 0})
@@ -174,7 +176,7 @@ class FineTuning:
         """
         for state in self._store.committed_states():
             extra: dict[str, Any] = dict(state.record.extra)
-            self._refuse_changes(extra["fixed"])
+            self._refuse_changes(extra["fixed"], state.train_step)
             try:
                 self._store.load_state(state, self._state.tensors_to_fill(extra))
             except CheckpointError as error:
@@ -192,13 +194,18 @@ class FineTuning:
             self._progress.note(f"continuing after train step {state.train_step} of {self._trainer.train_steps}")
             return
 
-    def _refuse_changes(self, before: Any) -> None:
+    def _refuse_changes(self, before: Any, done: int) -> None:
         for field, now in self._fixed.items():
             if before[field] != now:
                 raise ConfigError(
                     f"{field}={now}: the training in {self._config.folder} began with {before[field]}; set it as it "
                     "was, or name another folder"
                 )
+        if done > (last := self._trainer.train_steps):
+            raise ConfigError(
+                f"trainer.epochs, trainer.train_steps: they make {last} train steps, and the training in "
+                f"{self._config.folder} has done {done}; set more of them, or name another folder"
+            )
 
 
 def _read_data(config: SftConfig, folder: Path) -> tuple[Sequence[SftRow], Sequence[SftRow]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmesh.config.sft_rows import RowOptions
+from rollmesh.config.sft_config import RowOptions
 from rollmesh.errors import DataError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.sft.chats import ChatTokens
@@ -46,8 +46,8 @@ def read_rows(
                 dropped += 1
             else:
                 raise DataError(
-                    f"{row.where}: {len(example.token_ids)} tokens, more than the context of {context_length}; shorten "
-                    "or leave out the row, or set data.too_long: drop"
+                    f"{row.where}: {len(example.token_ids)} tokens, more than {context_length} (data.max_tokens, or "
+                    "the model's positions); shorten or leave out the row, or set data.too_long: drop"
                 )
     if dropped:
         get_logger("sft").warning("rows_dropped", longer_than=context_length, dropped=dropped, kept=len(found))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rollmesh.cli.common import EXIT_STOPPED
@@ -26,6 +27,7 @@ from ...kit.warm import TRAINER as TRAINER_IMPORTS
 from ...kit.warm import WarmProcess, template
 from ..trainer.two_ranks import TwoRanks
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 TRAINER = {"epochs": 2, "lr_schedule": "cosine", "evaluation_every_steps": 4, "state_every_steps": 2}
 
 
@@ -127,10 +129,11 @@ def test_ctrl_c_ends_the_ranks_of_torchrun_after_their_step_and_they_continue(tm
         ({"trainer": {"epochs": 2, "train_steps": 5}}, "trainer: epochs=2 with train_steps=5: set one of them"),
         ({"trainer": {"learning_rat": 1e-3}}, "trainer.learning_rat: unknown key; did you mean learning_rate?"),
         ({"trainer": {"batch_rows": 0}}, "trainer.batch_rows: Input should be greater than or equal to 1 (got 0)"),
-        ({"data": {"train": []}}, "data.train: Tuple should have at least 1 item"),
+        ({"data": {"train": []}}, "data.train: List should have at least 1 item"),
         ({"data": {"train": ["absent.jsonl"]}}, "absent.jsonl: cannot be read: No such file"),
         ({"data": {"max_tokens": 8}}, "train.jsonl:1: "),
         ({"model": {"path": "absent"}}, "model.path=absent: absent contains no config.json"),
+        pytest.param({"trainer": {"device": "cuda"}}, "device=cuda: this machine or", marks=NO_GPU),
         ({"launcher": {"trainer_processes": 0}}, "launcher.trainer_processes: Input should be greater"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -146,7 +149,7 @@ def test_a_wrong_file_is_one_message_with_field_and_remedy(fields: dict[str, Any
 def test_ranks_say_once_what_is_wrong(tmp_path: Path) -> None:
     file = sft_file(tmp_path, data={"max_tokens": 8}, launcher={"trainer_processes": 2})
     text = finish(start(file), 2)
-    assert text.count("more than the context of 8; shorten or leave out the row") == 1
+    assert text.count("more than 8 (data.max_tokens, or leave out the row") == 1
 
 
 def test_a_folder_has_a_run_of_one_kind(tmp_path: Path) -> None:

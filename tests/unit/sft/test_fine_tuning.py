@@ -133,6 +133,10 @@ def test_a_finished_run_writes_its_model_again_and_goes_on_when_it_is_longer(who
     train(another(config, "longer", epochs=3))
     assert [line["train_step"] for line in lines(config)] == list(range(19))
     assert weights(config) != weights(whole)
+    recorded = (Path(config.folder) / "sft.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"they make 6 train steps, and the training in .* has done 18; set more"):
+        train(another(config, "longer", epochs=1))
+    assert (Path(config.folder) / "sft.yaml").read_text() == recorded
     assert not list(Path(config.folder).glob(".model*"))
 
 

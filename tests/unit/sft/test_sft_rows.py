@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from rollmesh.config.recipes import resolve_model
-from rollmesh.config.sft_rows import RowOptions
+from rollmesh.config.sft_config import RowOptions
 from rollmesh.errors import DataError
 from rollmesh.sft.rows import SftRow, read_rows
 from rollmesh.text import Tokenizer
@@ -161,7 +161,7 @@ def test_rows_longer_than_the_context_are_dropped_where_that_is_wanted(
         ({"prompt": "a", "response": " "}, "field 'response' is ' '; write a text"),
         ({"prompt": "", "response": "b"}, "field 'prompt' is ''; write a text"),
         ({"prompt": "a", "response": ["b"]}, "field 'response' is .'b'.; write a text"),
-        ({"prompt": "a", "response": "b" * 99}, "101 tokens, more than the context of 64; .* set data.too_long: drop"),
+        ({"prompt": "a", "response": "b" * 99}, "101 tokens, more than 64 .* set data.too_long: drop"),
         ({"prompt": "a", "response": "\ud83d"}, "field 'response': .*half"),
         ({"question": "a", "answer": "b"}, "its fields are question, answer; name those"),
         ({"messages": TURNS[:2]}, "field 'messages': no message of the role 'assistant'"),

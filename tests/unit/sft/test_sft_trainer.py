@@ -10,8 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from rollmesh.config.recipes import resolve_model
-from rollmesh.config.sft_config import SftTrainerConfig
-from rollmesh.config.sft_rows import RowOptions
+from rollmesh.config.sft_config import RowOptions, SftTrainerConfig
 from rollmesh.sft.rows import SftRow, read_rows
 from rollmesh.sft.sft_trainer import SftTrainer
 from rollmesh.text import Tokenizer

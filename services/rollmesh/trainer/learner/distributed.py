@@ -15,6 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from rollmesh.errors import ConfigError
+
 _ORDER_TIMEOUT = timedelta(days=1)
 """Limit of the wait for the next message of rank 0, which may wait for Redis, a full disk or an object store meanwhile.
 A rank that dies closes its connections, which ends the wait of its peers at once."""
@@ -58,9 +60,14 @@ def leave_world() -> None:
 
 
 def pick_device(choice: str, local_rank: int = 0) -> torch.device:
-    """Select a device: ``auto`` selects CUDA if it is available. Each local rank uses a GPU with its own index."""
+    """Select a device: ``auto`` selects CUDA if it is available. Each local rank uses a GPU with its own index.
+
+    Raises ConfigError if CUDA is absent.
+    """
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={choice}: this machine or this build of torch has no CUDA; set cpu or auto")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
