@@ -52,12 +52,18 @@ FIXED: Mapping[str, str] = {
     "it contains the states and batch files of the run": "checkpoints.folder",
 }
 """Fixed fields and sections by reason, with spaces between them; a section includes all of its fields."""
+_OF_TEACHER_SERVICES = frozenset(
+    ["address", "device", "replicas", "tokens_per_microbatch", "timeout_seconds", "sglang"]
+)
+"""Settings of a teacher that may change: they say where and how its services compute, not what."""
 _REASONS = {name: reason for reason, names in FIXED.items() for name in names.split()}
 
 
 def reason_to_keep(field: str) -> str | None:
     """Return the reason why a field (``section.field`` or deeper) is fixed; None when it may change."""
     parts = field.split(".")
+    if parts[0] == "teachers" and len(parts) > 2 and parts[2] in _OF_TEACHER_SERVICES:
+        return None
     names = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return next((_REASONS[name] for name in names if name in _REASONS), None)
 

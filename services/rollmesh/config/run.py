@@ -112,7 +112,7 @@ class RunConfig(Section):
 def _teacher_problems(config: RunConfig) -> Iterator[str]:
     yield from teacher_problems(config.teachers, config.data.domains)
     for name, teacher in config.teachers.items():
-        if teacher.engine == "sglang" and config.rollout.temperature not in (0, 1):
+        if teacher.engine == "sglang" and config.rollout.temperature != 1:
             yield (
                 f"teachers.{name}.engine=sglang with rollout.temperature={config.rollout.temperature:g}: an SGLang "
                 "server gives log-probabilities of given tokens at temperature 1 only; set rollout.temperature=1, or "
@@ -120,8 +120,6 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
             )
     if config.teachers and (config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p):
         yield "teachers: score the full distribution; leave out rollout.top_p, rollout.top_k and rollout.min_p"
-    if config.teachers and config.rollout.temperature == 0:
-        yield "rollout.temperature=0: a greedy policy has no log-probabilities to compare with those of a teacher"
     algorithm = config.trainer.algorithm
     if config.teachers and not algorithm.reads_teachers:
         yield (

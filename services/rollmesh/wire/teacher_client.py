@@ -13,7 +13,7 @@ import numpy as np
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.teachers import teacher_service
-from rollmesh.errors import NoTeacherScores, TeacherUnavailable
+from rollmesh.errors import DataError, NoTeacherScores, TeacherUnavailable
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.text import Tokenizer
@@ -60,7 +60,12 @@ class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
             traceparent=trajectory.traceparent,
         )
         (column,) = await self._score([(item, trajectory.traceparent)])
-        # Its services may belong to another run, whose file has another name for it.
+        # Its services may belong to another run: its file has another name for it, its policy perhaps more padding ids.
+        if self.config.address is not None and column.top_ids is not None:
+            try:
+                self._policy.check_range(column.top_ids.ravel())
+            except DataError as error:
+                raise NoTeacherScores(f"{self._name}: most likely tokens: {error}") from error
         return replace(column, teacher=self.name)
 
     def _open(self, channel: grpc.aio.Channel) -> OpenCall[pb.TokenScoreItem]:
@@ -77,12 +82,12 @@ class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
             return
         stub = stubs.TeacherServiceStub(channel)  # type: ignore[no-untyped-call]
         found = await stub.Describe(pb.DescribeTeacherRequest(), timeout=timeout, metadata=metadata)
-        policy = await asyncio.to_thread(lambda: self._policy_vocabulary)
+        policy = await asyncio.to_thread(lambda: self._policy.vocabulary_digest)
         check_teacher(self._run, self.name, found.vocabulary_digest, found.context_token_count, policy)
 
     @cached_property
-    def _policy_vocabulary(self) -> str:
-        return Tokenizer(resolve_model(self._run.model.path)).vocabulary_digest
+    def _policy(self) -> Tokenizer:
+        return Tokenizer(resolve_model(self._run.model.path))
 
     def _result(self, response: pb.ScoreTokensResponse) -> TeacherColumn:
         if not response.HasField("column"):

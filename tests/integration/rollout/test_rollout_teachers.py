@@ -79,6 +79,7 @@ BAD_SCORES = {
                                  "returned the 0 most likely tokens, not top_k=2"),
     "are_in_no_order": (lambda c: replace(c, top_logprobs=c.top_logprobs[:, ::-1]),
                         "not in the order of their probabilities"),
+    "are_of_other_tokens": (lambda c: replace(c, top_ids=c.top_ids + 96), "is outside the vocabulary [0, 96)"),
     "are_refused": (lambda _: "33 tokens, the teacher's context has 32", "teachers.math: 33 tokens, the teacher's"),
 }  # fmt: skip
 

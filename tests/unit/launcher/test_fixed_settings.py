@@ -60,6 +60,12 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+TAUGHT: dict[str, Any] = {
+    "teachers": {"math": {"model": "models/teacher", "top_k": 4}},
+    "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 1}}},
+}
+
+
 def config(changes: dict[str, Any] | None = None) -> RunConfig:
     return RunConfig.model_validate({**BASE, **(changes or {})})
 
@@ -121,6 +127,22 @@ def test_an_adapter_of_a_run_never_changes(now: dict[str, Any] | None) -> None:
 def test_what_operators_tune_may_change_in_the_middle_of_a_run(changes: dict[str, Any]) -> None:
     assert refused_changes(config(), config(changes)) == {}
     assert refused_changes(config(changes), config(changes)) == {}
+
+
+def test_services_of_a_teacher_may_change_in_a_run_and_what_they_compute_may_not() -> None:
+    def refused(**changes: Any) -> dict[str, str]:
+        teachers = {"math": TAUGHT["teachers"]["math"] | changes}
+        return refused_changes(config(TAUGHT), config(TAUGHT | {"teachers": teachers}))
+
+    served = {"address": "teachers:7070", "replicas": 3, "device": "cpu", "timeout_seconds": 900.0}
+    assert refused(**served, tokens_per_microbatch=1024, sglang={"request_timeout_seconds": 60}) == {}
+    for change in ({"model": "models/other"}, {"top_k": 8}, {"dtype": "bfloat16"}, {"on_error": "dead_letter"}):
+        assert refused(**change).keys() == {f"teachers.math.{name}" for name in change}
+    other = {"other": {"model": "models/other"}}
+    assert refused_changes(config(TAUGHT), config(TAUGHT | {"teachers": other})).keys() == {
+        "teachers.math",
+        "teachers.other",
+    }
 
 
 def advice() -> Iterator[tuple[str, str]]:

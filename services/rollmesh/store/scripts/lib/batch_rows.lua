@@ -1,7 +1,8 @@
 -- Reads complete groups as (group, admission index, scored members, payload).
 -- A member is (number, birth version, finish reason, outcome, reward, kept tokens or '' for all, bytes of its teacher's
--- scores or ''). The payload is the prompt and, of each member, the saved segments and the teacher's scores if any. A payload over the maximum, in tokens of eight bytes, is omitted, so that no call blocks the server
--- for long: the caller reads it with plain commands.
+-- scores or ''). The payload is the prompt and, of each member, the saved segments and the teacher's scores if any.
+-- A payload over the maximum, in tokens of eight bytes, is omitted, so that no call blocks the server for long: the
+-- caller reads it with plain commands.
 local function batch_rows(gids, left)
   local function payload_of(gid, members, tokens)
     tokens = tokens + call('STRLEN', prompt_key(gid)) / 8
