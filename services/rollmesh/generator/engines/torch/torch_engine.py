@@ -181,12 +181,10 @@ class TorchEngine:
 
     async def _keep_drafts_of(self, folder: Path) -> None:
         """Drop all drafts if the policy in ``folder`` has another tokenizer than the one before."""
+        if self._config.speculation != "history":
+            return
         before, self._tokenizer = self._tokenizer, await asyncio.to_thread(_tokenizer_digest, folder)
-        if (
-            self._config.speculation == "history"
-            and None not in (before, self._tokenizer)
-            and before != self._tokenizer
-        ):
+        if None not in (before, self._tokenizer) and before != self._tokenizer:
             await self._call(lambda thread: thread.batch.forget_drafts())
             get_logger("generator").warning("drafts_dropped", reason="another tokenizer", folder=str(folder))
 
