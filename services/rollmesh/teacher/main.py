@@ -55,7 +55,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str)
             only_temperature=1.0 if config.teachers[name].engine == "sglang" else None,
         )
         server = create_server(host.security)
-        service = TeacherService(teacher, engine, TeacherMetrics(host.metrics, name))
+        metrics = TeacherMetrics(host.metrics, name)
+        service = TeacherService(teacher, engine, metrics)
         stubs.add_TeacherServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
         port = host.security.bind(server, host_port(bind_host(config), config.network.grpc_port))
@@ -71,6 +72,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str)
         while not await wait_or_shutdown(shutdown, _BEAT_SECONDS):
             if engine.failed.done():
                 engine.failed.result()
+            metrics.note_busy()
             host.health.beat("teacher")
 
 

@@ -54,6 +54,10 @@ class TeacherMetrics:
         finally:
             self._add(-1)
 
+    def note_busy(self) -> None:
+        """Count the busy seconds so far, which a long sequence would else show at its end only."""
+        self._add(0)
+
     def _add(self, number: int) -> None:
         now = time.monotonic()
         if self._count:

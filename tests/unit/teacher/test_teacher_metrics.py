@@ -25,6 +25,8 @@ def test_time_with_several_sequences_counts_once_and_while_they_are_under_way(mo
             now = 109.0
         assert busy() == 6  # from 103 to 109, though the first one has not ended
         now = 110.0
+        metrics.note_busy()
+        assert busy() == 7  # of a sequence that is still there
     now = 150.0
     with metrics.sequence():
         assert busy() == 7
