@@ -31,7 +31,7 @@ class ProgressLine:
             return
         speed = done.forward_tokens / done.seconds
         text = (
-            f"step {done.train_step}/{train_steps}  loss {done.loss:.4f}  learning rate {done.learning_rate:.2e}  "
+            f"step {done.train_step}/{train_steps}  loss {done.loss:.4f}  rate {done.learning_rate:.2e}  "
             f"gradient {done.grad_norm:.3f}  {speed:,.0f} tokens/s"
         )
         if self._stream.isatty():
