@@ -149,7 +149,7 @@ def test_a_wrong_file_is_one_message_with_field_and_remedy(fields: dict[str, Any
 def test_ranks_say_once_what_is_wrong(tmp_path: Path) -> None:
     file = sft_file(tmp_path, data={"max_tokens": 8}, launcher={"trainer_processes": 2})
     text = finish(start(file), 2)
-    assert text.count("more than 8 (data.max_tokens, or leave out the row") == 1
+    assert text.count("tokens, more than 8 (data.max_tokens, or") == 1
 
 
 def test_a_folder_has_a_run_of_one_kind(tmp_path: Path) -> None:
