@@ -49,6 +49,7 @@ class RunSummary:
         self.preset = None if config is None else config.schedule.preset
         self.on_new_version = None if config is None else config.generator.on_new_version
         self.seed = None if config is None else config.seed
+        self._rewarded = config is None or config.trainer.algorithm.rewarded
         self.planned_steps = None if config is None else config.trainer.train_steps
         self.max_staleness = run.max_staleness
         self.score_name = _score_name(run)
@@ -146,8 +147,8 @@ class RunSummary:
         """Trajectories without a pass, because their advantage is 0."""
         self.skipped_updates = sum(record.get("skipped_updates", 0) for record in steps)
         """Updates that were skipped for a gradient that is not finite, over all train steps."""
-        self.steps_of_equal_rewards = sum(batch.get("reward_std") == 0 for batch in batches)
-        """Train steps in whose batch every reward was the same."""
+        self.steps_of_equal_rewards = sum(self._rewarded and batch.get("reward_std") == 0 for batch in batches)
+        """Train steps in whose batch every reward was the same, in a run that learns from them."""
         self.mean_rate_factor = float(np.mean(factors)) if any(factor != 1.0 for factor in factors) else None
         """Mean factor of the update scale on the learning rate; None without one."""
         self.rollouts_per_group = dict(sorted(rollouts.items()))

@@ -125,6 +125,18 @@ def test_a_run_that_learned_nothing_is_told_why(run_folder: Path) -> None:
     assert any("the verifier does not tell answers apart" in text for text in bad), bad
 
 
+def test_equal_rewards_are_no_fault_of_a_run_that_learns_from_teachers_alone(run_folder: Path) -> None:
+    file = run_folder / "config.yaml"
+    settings = yaml.safe_load(file.read_text())
+    settings["teachers"] = {"math": {"address": "teachers:7070"}}
+    settings["trainer"]["algorithm"]["teacher"] = {"reverse_kl_coefficient": 1.0}
+    file.write_text(yaml.safe_dump(settings))
+    with changed(run_folder) as lines:
+        for line in lines:
+            line["batch"]["reward_std"] = 0.0
+    assert summarise(run_folder).steps_of_equal_rewards == 0
+
+
 def test_domains_rounds_rollouts_and_replay_are_told_of(run_folder: Path) -> None:
     """Domains and rounds are those of the last step report."""
     plain = summarise(run_folder)
