@@ -24,8 +24,8 @@ from benchmarks.frame import Measure, at_least, compared
 from benchmarks.models import SMALL, write_random_model
 from rollmesh.config.sft_config import RowOptions, SftTrainerConfig
 from rollmesh.errors import DataError
-from rollmesh.sft.rows import read_rows
 from rollmesh.sft.sft_trainer import SftTrainer
+from rollmesh.sft.training_rows import read_rows
 from rollmesh.text import Tokenizer as RunTokenizer
 from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.policy_learner import PolicyLearner

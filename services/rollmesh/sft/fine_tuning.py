@@ -23,10 +23,10 @@ from rollmesh.config.recipes import resolve_model
 from rollmesh.config.sft_config import SFT_FILE, SftConfig
 from rollmesh.errors import CheckpointError, ConfigError, Reason, TrainingDiverged
 from rollmesh.sft.progress_line import ProgressLine
-from rollmesh.sft.row_batches import RowOrder, rows_digest
-from rollmesh.sft.rows import SftRow, read_rows
+from rollmesh.sft.row_batches import EpochOrder, rows_digest
 from rollmesh.sft.sft_trainer import SftStep, SftTrainer
 from rollmesh.sft.trained_model import write_trained_model
+from rollmesh.sft.training_rows import SftRow, read_rows
 from rollmesh.text import Tokenizer
 from rollmesh.trainer.learner.distributed import (
     World,
@@ -68,7 +68,7 @@ class FineTuning:
         self._progress = progress
         self._rows, self._held_out = _read_data(config, folder)
         section = config.trainer
-        self._order = RowOrder(len(self._rows), section.batch_rows, config.seed, config.data.shuffle)
+        self._order = EpochOrder(len(self._rows), section.batch_rows, config.seed, config.data.shuffle)
         last = section.train_steps or (section.epochs or 1) * self._order.epoch_steps
         try:
             learner = PolicyLearner.load(

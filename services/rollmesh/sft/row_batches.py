@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.sft.rows import SftRow
+from rollmesh.sft.training_rows import SftRow
 from rollmesh.tasks.sources.rows import epoch_order
 from rollmesh.trainer.learner.train_batch import Int64Array, TokenBatch
 
 
 @dataclass(slots=True)
-class RowOrder:
+class EpochOrder:
     """Batches of rows by step. An epoch has every row once; its last batch has the rest of them."""
 
     size: int

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollmesh.config.sft_config import SftTrainerConfig
 from rollmesh.sft.row_batches import token_batch
-from rollmesh.sft.rows import SftRow
+from rollmesh.sft.training_rows import SftRow
 from rollmesh.trainer.learner.forward_backward import gradient_pass, score_batch
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.policy_learner import PolicyLearner

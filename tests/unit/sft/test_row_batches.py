@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollmesh.sft.row_batches import RowOrder, rows_digest, token_batch
-from rollmesh.sft.rows import SftRow
+from rollmesh.sft.row_batches import EpochOrder, rows_digest, token_batch
+from rollmesh.sft.training_rows import SftRow
 
 
 def row(*ids: int, targets: tuple[int, ...]) -> SftRow:
@@ -17,7 +17,7 @@ def row(*ids: int, targets: tuple[int, ...]) -> SftRow:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_has_every_row_once_and_its_last_batch_the_rest(shuffle: bool) -> None:
-    order = RowOrder(10, 4, 7, shuffle)
+    order = EpochOrder(10, 4, 7, shuffle)
     assert order.epoch_steps == 3
     epochs = [[order.rows(3 * epoch + step).tolist() for step in (1, 2, 3)] for epoch in range(2)]
     assert [[len(batch) for batch in epoch] for epoch in epochs] == [[4, 4, 2]] * 2
@@ -28,10 +28,10 @@ def test_an_epoch_has_every_row_once_and_its_last_batch_the_rest(shuffle: bool) 
 
 
 def test_a_step_has_the_same_rows_whatever_was_asked_before_and_a_seed_changes_them() -> None:
-    order = RowOrder(64, 8, 1, True)
+    order = EpochOrder(64, 8, 1, True)
     forwards = [order.rows(step).tolist() for step in range(1, 25)]
-    assert [RowOrder(64, 8, 1, True).rows(step).tolist() for step in range(24, 0, -1)][::-1] == forwards
-    assert RowOrder(64, 8, 2, True).rows(1).tolist() != forwards[0]
+    assert [EpochOrder(64, 8, 1, True).rows(step).tolist() for step in range(24, 0, -1)][::-1] == forwards
+    assert EpochOrder(64, 8, 2, True).rows(1).tolist() != forwards[0]
 
 
 def test_rows_are_concatenated_and_no_first_token_is_a_target() -> None:

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.sft_config import RowOptions
 from rollmesh.errors import DataError
-from rollmesh.sft.rows import SftRow, read_rows
+from rollmesh.sft.training_rows import SftRow, read_rows
 from rollmesh.text import Tokenizer
 
 from ...kit.chat_tokenizers import CHATML, TAGGED, make_tokenizer

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.sft_config import RowOptions, SftTrainerConfig
-from rollmesh.sft.rows import SftRow, read_rows
 from rollmesh.sft.sft_trainer import SftTrainer
+from rollmesh.sft.training_rows import SftRow, read_rows
 from rollmesh.text import Tokenizer
 from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.policy_learner import PolicyLearner
