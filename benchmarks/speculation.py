@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from itertools import count
+from statistics import mean
 
 import numpy as np
 
@@ -54,12 +55,17 @@ def _load(runner: asyncio.Runner, size: int, calls: int, repeats: int, *, quick:
                 return lambda: engines[each].play(group[next(numbers[each])], "s", size)
             return lambda: engines[each].play(prompts, f"now{next(numbers[each])}", size)
 
+        engines["plain"].played.clear()
         taken = interleaved({each: work(each) for each in ("plain", "second epoch", "useless")}, repeats)
+        tokens = mean(engines["plain"].played)
+        engines["plain"].played.clear()
         alone = interleaved({"siblings": work("siblings"), "plain": _again(engines["plain"], group, size)}, repeats)
         found = [
-            _compared(f"{name}, second epoch", taken["plain"], taken["second epoch"], calls, _BARS.get(size, _LEAST)),
-            _compared(f"{name}, useless history", taken["plain"], taken["useless"], calls, _LEAST),
-            _compared(f"{name}, siblings only", alone["plain"], alone["siblings"], calls, _LEAST),
+            _compared(f"{name}, second epoch", taken["plain"], taken["second epoch"], tokens, _BARS.get(size, _LEAST)),
+            _compared(f"{name}, useless history", taken["plain"], taken["useless"], tokens, _LEAST),
+            _compared(
+                f"{name}, siblings only", alone["plain"], alone["siblings"], mean(engines["plain"].played), _LEAST
+            ),
         ]
         for each in ("second epoch", "useless", "siblings"):
             found += _counted(f"{name}, {each}", before[each], engines[each].counters)
@@ -74,8 +80,8 @@ def _again(engine: _Engine, groups: Sequence[Sequence[Int32Array]], size: int) -
     return lambda: engine.play(groups[next(numbers)], "s", size)
 
 
-def _compared(name: str, plain: float, ours: float, calls: int, bar: float) -> Measure:
-    return compared(name, calls / ours, "calls/cpu-s", "plain decoding", calls / plain, (at_least("ratio", bar),))
+def _compared(name: str, plain: float, ours: float, tokens: float, bar: float) -> Measure:
+    return compared(name, tokens / ours, "tokens/cpu-s", "plain decoding", tokens / plain, (at_least("ratio", bar),))
 
 
 def _counted(name: str, before: SpeculationCounters, after: SpeculationCounters) -> list[Measure]:
@@ -100,6 +106,8 @@ class _Engine:
 
     def __init__(self, runner: asyncio.Runner, speculates: bool) -> None:
         self._runner = runner
+        self.played: list[int] = []
+        """Tokens of each load."""
         self._engine = TorchEngine(
             GeneratorConfig(
                 slots=64, max_context_tokens=_CONTEXT, device="cpu", speculation="history" if speculates else "off"
@@ -116,7 +124,7 @@ class _Engine:
         """Answer prompts, ``size`` at once; ``name`` and the place of a prompt are the call's noise."""
         places, stops = asyncio.Semaphore(size), tuple(stop_token_ids())
 
-        async def one(number: int) -> None:
+        async def one(number: int) -> int:
             call = GenerationCall(
                 trajectory_id=f"{name}.{number}",
                 context_ids=prompts[number],
@@ -126,13 +134,12 @@ class _Engine:
                 chunk_token_count=_CHUNK,
             )
             async with places:
-                async for _ in self._engine.generate(call):
-                    pass
+                return sum([len(chunk.token_ids) async for chunk in self._engine.generate(call)])
 
-        async def every() -> None:
-            await asyncio.gather(*map(one, range(len(prompts))))
+        async def every() -> int:
+            return sum(await asyncio.gather(*map(one, range(len(prompts)))))
 
-        self._runner.run(every())
+        self.played.append(self._runner.run(every()))
 
     def close(self) -> None:
         self._runner.run(self._engine.aclose())

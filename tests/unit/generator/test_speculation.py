@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -244,15 +244,28 @@ async def test_tokens_follow_the_exact_distribution_of_the_model(model_folder, s
 
 
 async def test_an_engine_whose_drafts_bring_nothing_stops_to_use_them_and_one_whose_do_goes_on(engine_of):
-    found = {}
+    """A step takes one tick of the clock, plain or wide; 12 answers of 230 tokens, of one call at a time."""
+    drafted, steps, paused = {}, {}, {}
     for right in (True, False):
         plain, engine = await engine_of(slots=2), await engine_of(slots=2, speculation="history")
+        engine._thread.batch.speculation.clock = count().__next__
         calls = [make_call(f"t{i}", prompt_ids(i), max_new_token_count=230) for i in range(4)]
         wanted = [await collect(plain, call) for call in calls]
         remember(engine, wanted if right else [spoilt(rollout) for rollout in wanted])
+        totals = []
         for _ in range(3):
             for call, whole in zip(calls, wanted, strict=True):
                 check_equal(await collect(engine, call), whole)
-        found[right] = engine.status().speculation
+                # The answers would be right drafts for the next round.
+                if not right:
+                    engine._thread.batch.speculation.drafts.clear()
+                    remember(engine, [spoilt(rollout) for rollout in wanted])
+            totals.append(engine.status().speculation.drafted_token_total)
+        state = engine._thread.batch.speculation._classes[0]
+        drafted[right], paused[right] = totals, state.paused_until
+        steps[right] = engine.status().decode_step_total
         await engine.aclose()
-    assert found[False].drafted_token_total < found[True].drafted_token_total
+    assert not paused[True] and drafted[True][0] < drafted[True][1] < drafted[True][2]
+    assert steps[True] < 0.5 * 12 * 230
+    assert paused[False] and drafted[False][2] < 0.05 * drafted[True][2]
+    assert steps[False] > 0.95 * 12 * 230

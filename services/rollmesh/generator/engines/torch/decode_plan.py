@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -51,12 +50,15 @@ class StepBuffers:
         self.gated = like.new_empty((row_count, arch.mlp_size))
         self.logits = like.new_empty((row_count, arch.vocab_size))
         self.rows = torch.arange(row_count * arch.kv_head_count, device=like.device)
+        self.counters = torch.zeros_like(self.rows)
+        """Position of every token and kv head of the current step."""
         self._views: dict[int, TokenViews] = {}
         self._scores = like.new_empty((2, shared_score_tokens * arch.head_count))
 
-    def counters(self, lengths: Int64Array) -> Tensor:
-        """Return the next position of every row and kv head, int64 [rows * kv_heads]."""
-        return torch.from_numpy(np.repeat(lengths, self.arch.kv_head_count)).to(self.rows.device)
+    def place(self, positions: Int64Array) -> None:
+        """Set the positions of the next step's tokens, [tokens]."""
+        heads = self.arch.kv_head_count
+        self.counters[: len(positions) * heads].copy_(torch.from_numpy(np.repeat(positions, heads)))
 
     def views(self, count: int) -> TokenViews:
         """Return the views of the first ``count`` rows of the buffers."""
@@ -107,23 +109,13 @@ class TokenViews:
 class DecodePlan:
     """Views of the memory that one decode step reads and writes, except weights; reused while its shapes are."""
 
-    def __init__(self, buffers: StepBuffers, shares: Sequence[TierShare], counters: Tensor, width: int = 1) -> None:
-        """Plan a step of ``width`` tokens for every row of these shares of the tiers.
-
-        ``counters`` int64 [rows * width * kv_heads] are the positions of the tokens; a step of one token a row advances
-        them.
-        """
-        starts = accumulate((share.rows for share in shares), initial=0)
-        kind = TierPlan if width == 1 else WideTierPlan
-        self.tiers = [kind(buffers, share, at, counters, width) for share, at in zip(shares, starts, strict=False)]
-        self.width = width
-        self.views = buffers.views(width * sum(share.rows for share in shares))
-        self.counters = counters
-        self.positions = counters[:: buffers.arch.kv_head_count]  # int64 [tokens]
-
-    def place(self, counters: Tensor) -> None:
-        """Set the positions of the next step's tokens."""
-        self.counters.copy_(counters)
+    def __init__(self, buffers: StepBuffers, tiers: Sequence[TierPlan | WideTierPlan], width: int) -> None:
+        """Join the plans of tiers, whose rows follow each other, to a step of ``width`` tokens for every row."""
+        self.tiers, self.width = tiers, width
+        self.views = buffers.views(width * sum(tier.rows for tier in tiers))
+        # int64 [tokens * kv_heads]; a step of one token a row advances them.
+        self.counters = buffers.counters[: len(self.views.states) * buffers.arch.kv_head_count]
+        self.positions = self.counters[:: buffers.arch.kv_head_count]  # int64 [tokens]
 
     def keep(self, kept: BoolArray) -> None:
         """Let later steps see those tokens of a wide step that are ``kept``, [rows, width]."""
@@ -152,15 +144,15 @@ class TierViews:
 class TierPlan:
     """Views of one tier in a step. n = rows in use * kv_heads, g = query heads per kv head, d = head size."""
 
-    def __init__(self, buffers: StepBuffers, share: TierShare, start: int, counters: Tensor, _width: int) -> None:
+    def __init__(self, buffers: StepBuffers, share: TierShare, start: int) -> None:
         """Plan a tier's share, whose first row is row ``start`` of the step."""
         arch, op, (_, rows, span) = buffers.arch, buffers.operand, share
         heads, group, stop = arch.kv_head_count, arch.heads_per_kv, start + rows
-        used = rows * heads
+        self.rows, used = rows, rows * heads
         qkv = buffers.qkv[start:stop].view(used, group + 2, arch.head_size)
         self.tier = TierViews(buffers, share)
         # int64 [n] each: row and position that this step writes
-        self.place = buffers.rows[:used], counters[start * heads : stop * heads]
+        self.place = buffers.rows[:used], buffers.counters[start * heads : stop * heads]
         self.new_key, self.new_value = qkv[:, group], qkv[:, group + 1]  # [n, d] each
         self.query_op = op(qkv[:, :group])  # [n, g, d]
         self.scores, self.shares = buffers.scores(used, group, span)  # [n, g, span] each, and softmax of the scores
@@ -189,7 +181,7 @@ class WideTierPlan:
     ``keep``: keys and values of those that are not kept stay behind the others, where later ones overwrite them.
     """
 
-    def __init__(self, buffers: StepBuffers, share: TierShare, start: int, counters: Tensor, width: int) -> None:
+    def __init__(self, buffers: StepBuffers, share: TierShare, start: int, width: int) -> None:
         """Plan a tier's share, whose first row is row ``start`` of the step."""
         arch, op, (_, rows, span) = buffers.arch, buffers.operand, share
         heads, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
@@ -200,7 +192,7 @@ class WideTierPlan:
         self.new_key, self.new_value = flat[:, group], flat[:, group + 1]  # [rows * w * kv_heads, d] each
         by_row = buffers.rows[: rows * heads].view(rows, 1, heads).expand(rows, width, heads)
         # int64 [rows * w * kv_heads] each: row and position that this step writes
-        self.place = by_row.reshape(-1), counters[tokens.start * heads : tokens.stop * heads]
+        self.place = by_row.reshape(-1), buffers.counters[tokens.start * heads : tokens.stop * heads]
         self.all_queries = qkv[:, :, :, :group].permute(0, 2, 3, 1, 4)  # [rows, kv_heads, g, w, d]
         self.queries = torch.empty_like(self.all_queries, memory_format=torch.contiguous_format)
         self.queries_op = op(self.queries.view(rows * heads, group * width, size))
@@ -208,7 +200,7 @@ class WideTierPlan:
         self.scores_op, self.shares_op = op(self.scores), op(self.shares)
         self.by_token = self.scores.view(rows, heads * group, width, span)
         self.last_seen = self.place[1].view(rows, width, heads)[:, None, :, :1]  # [rows, 1, w, 1]
-        self.columns = torch.arange(span, device=counters.device)
+        self.columns = torch.arange(span, device=qkv.device)
         self.seen = self.scores.new_empty((rows, 1, width, span))  # additive mask of each token
         self.hidden = self.scores.new_tensor(-torch.inf)
         attended = buffers.attended[tokens].view(rows, width, heads, group, size)
@@ -234,3 +226,8 @@ class WideTierPlan:
         values = np.where(np.repeat(kept.ravel(), self._heads), np.float32(0), np.float32(-np.inf))
         mask = self.tier.mask
         mask.index_put_(self.place, torch.from_numpy(values).to(mask.device, mask.dtype))
+
+
+def tier_plan(buffers: StepBuffers, share: TierShare, start: int, width: int) -> TierPlan | WideTierPlan:
+    """Plan a tier's share of a step of ``width`` tokens for every row, whose first row is row ``start`` of the step."""
+    return TierPlan(buffers, share, start) if width == 1 else WideTierPlan(buffers, share, start, width)

@@ -14,13 +14,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollmesh.generator.engines.torch.adapters import BASE
-from rollmesh.generator.engines.torch.decode_plan import DecodePlan, StepBuffers, TierShare
+from rollmesh.generator.engines.torch.decode_plan import (
+    DecodePlan,
+    StepBuffers,
+    TierPlan,
+    TierShare,
+    WideTierPlan,
+    tier_plan,
+)
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache, PlanKey
@@ -33,8 +41,8 @@ _SPAN = 16
 """Attention spans are rounded up to a multiple of this, so that a plan is valid for several steps."""
 _WIDE_SPAN = 64
 """The same for wide steps, whose plans are made for each of several widths."""
-_MAX_STEPS = 64
-"""Maximum number of plans kept, with their graphs."""
+_MAX_STEPS, _MAX_PLANS = 64, 256
+"""Maximum number of padded steps kept, with their graphs; and of plans of one tier."""
 
 
 class Stepper:
@@ -66,7 +74,8 @@ class Stepper:
         # Rounding up to a power of two less than doubles the rows.
         tokens = (2 if padded else 1) * max(slots, most_tokens)
         self._buffers = model.step_buffers(tokens, shared_score_tokens=cache.token_capacity)
-        self._steps: OrderedDict[PlanKey, DecodePlan | _StaticStep] = cache.views
+        self._kept: OrderedDict[PlanKey, TierPlan | WideTierPlan | _StaticStep] = cache.views
+        """Padded steps; or, as most combinations of tiers come once, plans of single tiers."""
         self._current: DecodePlan | _StaticStep | None = None
         self._live: Tensor | None = None
         """Tokens of the padded step that belong to calls, int64; None if all do."""
@@ -95,11 +104,19 @@ class Stepper:
             rows += [*range(first, stop), *[-1] * (first + count - stop)]
             shares.append(TierShare(tier, count, span))
             key.append((number, count, span))
-        positions = (np.append(lengths, 0)[rows][:, None] + np.arange(width)).ravel()
-        counters = self._buffers.counters(positions)
+        exact = not self._padded and len(rows) == len(lengths)
+        positions = lengths if exact else np.append(lengths, 0)[rows]
+        if width > 1:
+            positions = (positions[:, None] + np.arange(width)).ravel()
+        self._buffers.place(positions)
         if self._model.adapters is not None and places is not None:
             self._model.adapters.arrange(np.repeat(np.append(places, BASE)[rows], width))
-        self._current = self._step(tuple(key), shares, counters, width)
+        if self._padded:
+            self._current = self._static(tuple(key), shares, width)
+        else:
+            starts = accumulate((share.rows for share in shares), initial=0)
+            parts = [self._plan(*each, width) for each in zip(key[1:], shares, starts, strict=False)]
+            self._current = DecodePlan(self._buffers, parts, width)
         self._live = None
         if len(live) < len(rows):
             tokens = np.array(live)[:, None] * width + np.arange(width)
@@ -132,22 +149,32 @@ class Stepper:
         """Drop the result of ``prepare`` because rows are about to move."""
         self._current = None
 
-    def _step(self, key: PlanKey, shares: list[TierShare], counters: Tensor, width: int) -> DecodePlan | _StaticStep:
-        step = self._steps.get(key)
+    def _static(self, key: PlanKey, shares: list[TierShare], width: int) -> _StaticStep:
+        step = self._kept.get(key)
         if step is None:
-            if self._padded:
-                step = _StaticStep(self._model, self._buffers, shares, width, self._capture)
-            else:
-                step = DecodePlan(self._buffers, shares, counters, width)
-                scores = [share.rows * width * share.span * self._buffers.arch.head_count for share in shares]
-                if not self._buffers.shares_scores(max(scores)):
-                    return step  # its scores are its own: too much memory to keep for many plans
-            self._steps[key] = step
-            if len(self._steps) > _MAX_STEPS:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
-        step.place(counters)
+            step = _StaticStep(self._model, self._buffers, shares, width, self._capture)
+            self._keep(key, step, _MAX_STEPS)
+        assert isinstance(step, _StaticStep)
+        self._kept.move_to_end(key)
+        step.tokens.zero_()  # everywhere, because the scratch rows may have changed
         return step
+
+    def _plan(self, tier: tuple[int, int, int], share: TierShare, start: int, width: int) -> TierPlan | WideTierPlan:
+        key = (tier, (-1, start, width))
+        plan = self._kept.get(key)
+        if plan is None:
+            plan = tier_plan(self._buffers, share, start, width)
+            if self._buffers.shares_scores(plan.scores.numel()):  # else too much memory to keep for many plans
+                self._keep(key, plan, _MAX_PLANS)
+            return plan
+        assert not isinstance(plan, _StaticStep)
+        self._kept.move_to_end(key)
+        return plan
+
+    def _keep(self, key: PlanKey, made: TierPlan | WideTierPlan | _StaticStep, most: int) -> None:
+        self._kept[key] = made
+        if len(self._kept) > most:
+            self._kept.popitem(last=False)
 
 
 class _StaticStep:
@@ -161,20 +188,16 @@ class _StaticStep:
         width: int,
         capture: Capture | None,
     ) -> None:
-        rows = sum(share.rows for share in shares)
-        plan = self.plan = DecodePlan(buffers, shares, buffers.counters(np.zeros(rows * width, np.int64)), width)
-        tokens = torch.zeros(rows * width, dtype=torch.int64, device=model.device)
+        starts = accumulate((share.rows for share in shares), initial=0)
+        parts = [tier_plan(buffers, *each, width) for each in zip(shares, starts, strict=False)]
+        plan = self.plan = DecodePlan(buffers, parts, width)
+        tokens = torch.zeros(len(plan.positions), dtype=torch.int64, device=model.device)
         self.tokens = tokens
         """Input of the step, int64 [padded rows * width]; token 0 in scratch rows."""
         # Without ``self``: a cycle would keep the old memory of a moved block until the next garbage collection.
         self._work: Callable[[], object] = lambda: model.decode(tokens, plan)
         self._capture = capture
         self._ran = False
-
-    def place(self, counters: Tensor) -> None:
-        """Set the next position of every row, and token 0 everywhere because the scratch rows may have changed."""
-        self.plan.place(counters)
-        self.tokens.zero_()
 
     def run(self, tokens: Tensor | None) -> Tensor:
         """Decode ``tokens`` [padded rows], or ``self.tokens`` for None; returns logits [padded rows, vocab].

@@ -157,25 +157,22 @@ class RunningBatch:
         logits = self._stepper.logits(torch.from_numpy(inputs.ravel()).to(self.model.device))
         drawn = sample(logits, order.noise_of(width), self.slots.sampling_of(order, width))
         tokens, logprobs = drawn.tokens.cpu().numpy().reshape(shape), drawn.logprobs.cpu().numpy().reshape(shape)
-        # A token is kept while the one before it in its row is the draft's.
-        as_drafted = (tokens[:, :-1] == inputs[:, 1:]) & (np.arange(1, width) <= proposal.counts[:, None])
-        kept = np.ones(shape, np.bool_)
-        np.logical_and.accumulate(as_drafted, axis=1, out=kept[:, 1:])
-        counts = kept.sum(1)
+        counts = proposal.kept(tokens)
+        kept = np.arange(width) < counts[:, None]
         self._stepper.keep(kept)
         self.slots.record_wide(order, tokens, logprobs, counts, drawn.kept_sets)
         order.advance(counts)
-        last = np.take_along_axis(tokens, counts[:, None] - 1, 1)[:, 0]
+        last = tokens[np.arange(len(slots)), counts - 1]
         self._tokens = torch.from_numpy(last).to(self.model.device)
         self._planned_steps = 0
         self._outgrown = self._free_places() <= 0
         self.decode_steps += 1
         self.counters.generated_token_total += int(counts.sum())
         speculation.verified(slots, proposal, counts.tolist(), last.tolist())
-        stopped, finite = order.stopped(last), (np.isfinite(logprobs) | ~kept).all(1)
+        stopped = order.stopped(last)
         order.steps_left = self.slots.steps_left(slots)
-        if order.steps_left <= 0 or stopped.any() or not finite.all():
-            self._end_or_deliver(order, stopped, finite)
+        if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:
+            self._end_or_deliver(order, stopped, (np.isfinite(logprobs) | ~kept).all(1))
 
     def _postprocess(self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array, sets: KeptSets | None) -> None:
         """Record the tokens of a step, [rows] each; look at single calls only if one has ended or a chunk is due."""

@@ -1,9 +1,9 @@
 """Length control of drafts: which calls draft how many tokens in the next step, by what earlier drafts have brought.
 
 A call drafts 2 tokens, twice as many after each draft that is accepted whole, up to 16, and half as many after a miss
-(RhymeRL). Calls of prompts with short responses draft nothing (DAS). All calls together draft while their steps sample
-more tokens a second than plain steps of as many calls, by the measured seconds of both; else speculation pauses, four
-times as long after every trial that does not pay.
+(RhymeRL); and as many more as the width of such a step has room for. Calls of prompts with short responses draft
+nothing (DAS). All calls together draft while their steps sample more tokens a second than plain steps of as many calls,
+by the measured seconds of both; else speculation pauses, four times as long after every trial that does not pay.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MOST_TOKENS = 256
 WIDTHS = (4, 8, 16)
 """Tokens of each row in wide steps: few shapes, which are prepared once, as graphs on a GPU."""
 _FIRST, _MOST = 2, 16
-_SHORT = 0.5
+_SHORT = 0.25
 """Share of the mean length of responses below which those to a prompt are short."""
 _PROMPTS = 1 << 16
 """Prompts whose mean length is known."""
-_QUIET_MISSES, _LONGEST_QUIET = 4, 32
+_QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
-_TRIAL, _FIRST_PAUSE, _LONGEST_PAUSE = 48, 512, 1 << 12
+_TRIAL, _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1 << 10, 1 << 13
 """Steps of a trial, and of a pause."""
 _REFRESH, _REFRESHED = 128, 4
 """Of so many steps with drafts, so many are plain, and measured."""
@@ -83,10 +83,18 @@ class Proposal:
 
     width: int
     """Tokens of each row in the step: the last one of its call, and a draft of at most ``width`` - 1."""
-    counts: Int64Array
-    """Draft tokens of each row, [rows]."""
     drafts: Mapping[int, Sequence[int]]
     """By row."""
+
+    def kept(self, tokens: Int64Array) -> Int64Array:
+        """Return how many of the sampled ``tokens`` [rows, width] are kept: until one is not the draft's, [rows]."""
+        counts = np.ones(len(tokens), np.int64)
+        for row, draft in self.drafts.items():
+            for sampled, drafted in zip(tokens[row].tolist(), draft, strict=False):
+                if sampled != drafted:
+                    break
+                counts[row] += 1
+        return counts
 
 
 class Speculation:
@@ -99,11 +107,12 @@ class Speculation:
         """By slot."""
         self._lengths: OrderedDict[int, float] = OrderedDict()
         """Mean length of the newest responses by prompt, the newest prompt last."""
-        self._mean_length = 0.0
+        self._length_sum = 0.0
+        """Sum of the mean lengths."""
         self._plain_seconds = np.zeros(slot_count + 1)
         """Seconds of a plain step by running calls; 0 if unknown."""
         self._wide_seconds: dict[tuple[int, int], float] = {}
-        """Seconds of a wide step by the class of running calls and its width."""
+        """Seconds of a step that looks for drafts by the class of running calls and its width."""
         self._chances = [1.0] * vocab_size
         """Chance that the token drafted behind a token is accepted."""
         self._classes = [_Class() for _ in range(len(RUNNING_BOUNDS) + 1)]
@@ -129,8 +138,8 @@ class Speculation:
         """Start the drafts of a call that has got its slot."""
         request = call.request
         key = hash(request.context_ids[: request.prompt_token_count].tobytes())
-        short = self._lengths.get(key, self._mean_length) < _SHORT * self._mean_length
-        self._courses[call.slot] = _Course(key, short)
+        mean = self._length_sum / max(1, len(self._lengths))
+        self._courses[call.slot] = _Course(key, self._lengths.get(key, mean) < _SHORT * mean)
 
     def end(self, call: RunningCall, *, finished: bool) -> None:
         """Forget a call that leaves its slot; the response of one that has ``finished`` is drafted from now on."""
@@ -140,16 +149,17 @@ class Speculation:
         ids, prompt = call.context_ids(), call.request.prompt_token_count
         self.drafts.add(course.prompt_key, ids[:prompt], ids[prompt:])
         length = len(ids) - prompt
-        before = self._lengths.pop(course.prompt_key, float(length))
-        self._lengths[course.prompt_key] = before + (length - before) / 4
-        self._mean_length += (length - self._mean_length) * (_WEIGHT if self._mean_length else 1.0)
+        before = self._lengths.pop(course.prompt_key, None)
+        mean = self._lengths[course.prompt_key] = length if before is None else before + (length - before) / 4
+        self._length_sum += mean - (before or 0.0)
         if len(self._lengths) > _PROMPTS:
-            self._lengths.popitem(last=False)
+            self._length_sum -= self._lengths.popitem(last=False)[1]
 
     def forget(self) -> None:
         """Drop all drafts and what is known of them."""
         self.drafts.clear()
         self._lengths.clear()
+        self._length_sum = 0.0
         for course in self._courses.values():
             course.place = 0
 
@@ -201,11 +211,10 @@ class Speculation:
                 self._courses[int(slots[row])].place = 0
             return None
         self._width = width
-        room, counts = table.room(slots).tolist(), np.zeros(rows, np.int64)
+        room = table.room(slots).tolist()
         for row, draft in drafts.items():
             del draft[max(0, min(width, room[row]) - 1) :]
-            counts[row] = len(draft)
-        return Proposal(width, counts, drafts)
+        return Proposal(width, drafts)
 
     def _paying_width(self, rows: int, expected: Sequence[Sequence[float]], free_places: Callable[[], int]) -> int:
         """Return the width of the step with the most tokens a second; 1 is a plain step."""
@@ -243,7 +252,7 @@ class Speculation:
         """
         assert call is not None
         stops = call.request.sampling.stop_token_ids
-        found = self.drafts.tokens(course.place - 1, course.length + 1)
+        found = self.drafts.tokens(course.place - 1, next((w for w in WIDTHS if w > course.length), WIDTHS[-1]))
         chance, chances = 1.0, list[float]()
         for before, token in pairwise(found):
             chance *= self._chances[before]
@@ -262,10 +271,10 @@ class Speculation:
             self._accepted += accepted
             for at, before in enumerate(self.drafts.tokens(course.place - 1, min(accepted + 1, len(draft)))):
                 self._chances[before] += ((at < accepted) - self._chances[before]) * _LEARNING
+            course.length = next_length(course.length, len(draft), accepted)
             if accepted < len(draft):
-                course.length, course.place = max(_FIRST, course.length // 2), 0
+                course.place = 0
                 continue
-            course.length = min(2 * course.length, _MOST)
             following = self.drafts.tokens(course.place + accepted, 1)
             course.place = course.place + accepted + 1 if following == [last[row]] else 0
 
@@ -279,16 +288,17 @@ class Speculation:
             if self._step % _REFRESH:  # the first plain step after others prepares what the next ones use again
                 self._plain_seconds[rows] = _towards(known or seconds, seconds)
             return
-        if self._width > 1:
-            wide = self._wide_seconds.get((number, self._width))
-            self._wide_seconds[number, self._width] = known if wide is None else _towards(wide, seconds)
-            if wide is None:
-                return  # the first step of a shape prepares it
+        shape = number, self._width
+        before = self._wide_seconds.get(shape)
+        self._wide_seconds[shape] = known if before is None else _towards(before, seconds)
+        if before is None:
+            return  # the first step of a shape prepares it
         state = self._classes[number]
         state.steps += 1
         keep = 1 - _WEIGHT / 4
         state.worth = keep * state.worth + known * tokens / rows
-        state.seconds = keep * state.seconds + seconds
+        # As ``worth``, by what such steps need undisturbed: most that a step takes longer is not its own.
+        state.seconds = keep * state.seconds + self._wide_seconds[shape]
         if state.steps % _TRIAL == 0:
             if state.worth > _MARGIN * state.seconds:
                 state.pause = _FIRST_PAUSE
@@ -296,6 +306,11 @@ class Speculation:
                 state.paused_until = self._step + state.pause
                 state.pause = min(4 * state.pause, _LONGEST_PAUSE)
                 state.steps, state.worth, state.seconds = 0, 0.0, 0.0
+
+
+def next_length(length: int, drafted: int, accepted: int) -> int:
+    """Return the tokens of the next draft after one of ``length``, or of ``drafted`` tokens if there were fewer."""
+    return min(2 * length, _MOST) if accepted >= min(length, drafted) else max(_FIRST, length // 2)
 
 
 def _towards(known: float, seconds: float) -> float:
