@@ -34,6 +34,8 @@ _PROMPTS = 1 << 16
 """Prompts whose mean length is known."""
 _QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
+_MOST_LOST = 8
+"""Plain steps whose seconds a trial may lose before it ends early."""
 _TRIAL, _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1 << 10, 1 << 13
 """Steps of a trial, and of a pause."""
 _REFRESH, _REFRESHED = 128, 4
@@ -42,7 +44,7 @@ _MEASURED = 16
 """Of so many steps of a pause, one is measured: a look at the clock takes a percent of a small model's step."""
 _WEIGHT = 1 / 16
 _MARGIN = 1.05
-"""Worth of steps with drafts over their seconds above which they go on."""
+"""Worth of the steps of a trial over their seconds above which drafts go on, until it is below 1."""
 _LEARNING, _RECOVERY = 1 / 8, 1 / 64
 """Weight of one token in a chance; and of one draft that is not used, so that all are tried again."""
 _LEAST_CHANCE = 0.5
@@ -299,8 +301,9 @@ class Speculation:
         state.worth = keep * state.worth + known * tokens / rows
         # As ``worth``, by what such steps need undisturbed: most that a step takes longer is not its own.
         state.seconds = keep * state.seconds + self._wide_seconds[shape]
-        if state.steps % _TRIAL == 0:
-            if state.worth > _MARGIN * state.seconds:
+        lost = state.seconds - state.worth > _MOST_LOST * known
+        if lost or state.steps % _TRIAL == 0:
+            if not lost and state.worth > (_MARGIN if state.steps == _TRIAL else 1.0) * state.seconds:
                 state.pause = _FIRST_PAUSE
             else:
                 state.paused_until = self._step + state.pause
@@ -314,8 +317,8 @@ def next_length(length: int, drafted: int, accepted: int) -> int:
 
 
 def _towards(known: float, seconds: float) -> float:
-    """Return the seconds of steps after another one, near the least: the first of a shape and of a kind are slower."""
-    return known + (seconds - known) * (_WEIGHT if seconds > known else 4 * _WEIGHT)
+    """Return the mean seconds of steps after another one; a step that was disturbed counts as twice the mean."""
+    return known + (min(seconds, 2 * known) - known) * _WEIGHT
 
 
 def _class_of(rows: int) -> int:
