@@ -42,7 +42,7 @@ class KnownTeacher(stubs.TeacherServiceServicer):
     calls: list[str] = field(default_factory=list)
     """Trajectories in the order of their arrival."""
 
-    async def Score(self, request: pb.ScoreTokensRequest, context: Any) -> AsyncIterator[pb.ScoreTokensResponse]:
+    async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Any) -> AsyncIterator[pb.ScoreTokensResponse]:
         silent = False
         for index, item in enumerate(request.items):
             self.calls.append(item.trajectory_id)
@@ -57,7 +57,7 @@ class KnownTeacher(stubs.TeacherServiceServicer):
         if silent:
             await asyncio.Event().wait()
 
-    async def Describe(self, request: pb.DescribeTeacherRequest, context: Any) -> pb.DescribeTeacherResponse:
+    async def DescribeTeacher(self, request: pb.DescribeTeacherRequest, context: Any) -> pb.DescribeTeacherResponse:
         return pb.DescribeTeacherResponse(
             teacher="of another run",
             manifest_digest=self.digest,

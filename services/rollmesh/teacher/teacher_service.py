@@ -68,7 +68,7 @@ class TeacherService(stubs.TeacherServiceServicer):
         self._byte_count = 0
         self._logged: set[str] = set()
 
-    async def Describe(
+    async def DescribeTeacher(
         self, request: pb.DescribeTeacherRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DescribeTeacherResponse:
         """Describe the teacher."""
@@ -80,7 +80,7 @@ class TeacherService(stubs.TeacherServiceServicer):
             context_token_count=teacher.context_token_count,
         )
 
-    async def Score(
+    async def ScoreTokens(
         self, request: pb.ScoreTokensRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ScoreTokensResponse]:
         """Score every sequence of a request.

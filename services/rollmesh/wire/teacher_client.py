@@ -70,7 +70,7 @@ class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
 
     def _open(self, channel: grpc.aio.Channel) -> OpenCall[pb.TokenScoreItem]:
         stub = stubs.TeacherServiceStub(channel)  # type: ignore[no-untyped-call]
-        return lambda items, timeout, metadata: stub.Score(
+        return lambda items, timeout, metadata: stub.ScoreTokens(
             pb.ScoreTokensRequest(items=items, temperature=self._temperature, top_k=self.config.top_k),
             timeout=timeout,
             metadata=metadata,
@@ -81,7 +81,7 @@ class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
         if self.config.address is None:
             return
         stub = stubs.TeacherServiceStub(channel)  # type: ignore[no-untyped-call]
-        found = await stub.Describe(pb.DescribeTeacherRequest(), timeout=timeout, metadata=metadata)
+        found = await stub.DescribeTeacher(pb.DescribeTeacherRequest(), timeout=timeout, metadata=metadata)
         policy = await asyncio.to_thread(lambda: self._policy.vocabulary_digest)
         check_teacher(self._run, self.name, found.vocabulary_digest, found.context_token_count, policy)
 

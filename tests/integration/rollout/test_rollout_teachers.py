@@ -1,5 +1,6 @@
 """A teacher's scores of every trajectory, beside its reward, and what becomes of a trajectory without them."""
 
+import asyncio
 import re
 from dataclasses import replace
 
@@ -181,7 +182,7 @@ async def test_a_service_at_an_address_that_does_not_fit_the_run_ends_its_worker
     async with taught_by(tmp_path, {"math": KnownTeacher(**other)}) as teachers:
         with pytest.raises(ConfigError, match=r"teachers\.math\.address=127\.0\.0\.1:.*" + re.escape(message)):
             async with whole_mesh(store, ScriptedGenerator("a"), teachers=teachers) as run:
-                await run.trainer.train(1)
+                await asyncio.wait_for(run.task, 60)
 
 
 async def test_answers_of_an_evaluation_have_no_teacher(store, tmp_path):

@@ -121,7 +121,7 @@ async def scored(
     ]
     request = pb.ScoreTokensRequest(items=items, temperature=temperature, top_k=top_k)
     answers = []
-    async for answer in stub.Score(request, timeout=WAIT_SECONDS):
+    async for answer in stub.ScoreTokens(request, timeout=WAIT_SECONDS):
         answers.append(answer)
         if len(answers) == 1:
             then()

@@ -121,7 +121,7 @@ async def test_a_sequence_without_scores_has_a_reason_and_its_neighbours_have_sc
     async with running_service(make_config(tmp_path)) as endpoint, connected(endpoint.grpc) as stub:
         cases = [(ids, 3), (wrong, 3), (ids, 0), (ids, 9), (long, 3), (ids, 8)]
         good, foreign, no_prompt, no_answer, too_long, empty = await scored(stub, cases)
-        described = await stub.Describe(pb.DescribeTeacherRequest())
+        described = await stub.DescribeTeacher(pb.DescribeTeacherRequest())
         async with httpx.AsyncClient() as client:
             metrics = (await client.get(f"http://{endpoint.admin}/metrics")).text
     assert len(teacher_from_pb(good.column).logprobs) == 5
@@ -319,6 +319,6 @@ async def _one_call(service: TeacherService, request: pb.ScoreTokensRequest) -> 
     await server.start()
     try:
         async with connected(f"127.0.0.1:{port}") as stub:
-            return [answer async for answer in stub.Score(request, timeout=WAIT_SECONDS)]
+            return [answer async for answer in stub.ScoreTokens(request, timeout=WAIT_SECONDS)]
     finally:
         await server.stop(0)
