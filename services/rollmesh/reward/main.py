@@ -16,8 +16,7 @@ from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.reward.reward_service import SERVICE_NAME, RewardService, Scoring
 from rollmesh.reward.scored_answer import InlineVerifier, Judge, RewardHandler, answer_marker, is_judge
 from rollmesh.reward.worker_pool import WorkerDied, WorkerPool, WorkerTimedOut
-from rollmesh.runtime.addresses import advertised, bind_host, host_port
-from rollmesh.runtime.grpc import HealthReporter, create_server
+from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.service_host import service_host
@@ -60,14 +59,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, inline: bo
         )
         server = create_server(host.security)
         RewardService(scoring).add_to(server)
-        reporter = HealthReporter(server, SERVICE_NAME)
-        port = host.security.bind(server, host_port(bind_host(config), config.network.grpc_port))
-        await server.start()
-        host.stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
-        # Clients must not find the service any more when it refuses answers: the endpoint is removed first.
-        host.stack.push_async_callback(reporter.set_serving, False)
-        host.publish(grpc=advertised(config, port))
-        await reporter.set_serving(True)
+        await host.serve_grpc(server, SERVICE_NAME)
         host.health.set_ready(True)
         host.health.watch("reward", _DEADLINE_SECONDS)
         while not await wait_or_shutdown(shutdown, _BEAT_SECONDS):

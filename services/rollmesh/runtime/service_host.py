@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc.aio
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, Metric
@@ -20,8 +21,9 @@ from prometheus_client.registry import Collector
 from starlette.middleware.base import RequestResponseEndpoint
 
 from rollmesh.config import RunConfig
-from rollmesh.runtime.addresses import advertised, bind_host
+from rollmesh.runtime.addresses import advertised, bind_host, host_port
 from rollmesh.runtime.endpoints import Endpoint, published_endpoint
+from rollmesh.runtime.grpc import HealthReporter
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.http_server import VERIFIED, http_server, listen
 from rollmesh.runtime.metrics import Metrics
@@ -56,6 +58,17 @@ class ServiceHost:
             starting=starting,
         )
         self.stack.enter_context(published_endpoint(Path(self.config.folder), endpoint, self.config.name))
+
+    async def serve_grpc(self, server: grpc.aio.Server, name: str) -> None:
+        """Start the server of the gRPC service ``name`` and publish its address; at the end, calls in progress end."""
+        reporter = HealthReporter(server, name)
+        port = self.security.bind(server, host_port(bind_host(self.config), self.config.network.grpc_port))
+        await server.start()
+        self.stack.push_async_callback(server.stop, self.config.generator.drain_timeout_seconds)
+        # Clients must not find the service any more when it refuses calls: the endpoint is removed first.
+        self.stack.push_async_callback(reporter.set_serving, False)
+        self.publish(grpc=advertised(self.config, port))
+        await reporter.set_serving(True)
 
 
 @asynccontextmanager

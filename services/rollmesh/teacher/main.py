@@ -12,8 +12,7 @@ import numpy as np
 from rollmesh.config import RunConfig
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import CheckpointError, ConfigError, DataError
-from rollmesh.runtime.addresses import advertised, bind_host, host_port
-from rollmesh.runtime.grpc import HealthReporter, create_server
+from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.lifecycle import Shutdown, many_imports, wait_or_shutdown
 from rollmesh.runtime.service_host import service_host
 from rollmesh.teacher.teacher_engine import ScoreRequest, TeacherEngine, check_scores
@@ -58,14 +57,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str)
         metrics = TeacherMetrics(host.metrics, name)
         service = TeacherService(teacher, engine, metrics)
         stubs.add_TeacherServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-        reporter = HealthReporter(server, SERVICE_NAME)
-        port = host.security.bind(server, host_port(bind_host(config), config.network.grpc_port))
-        await server.start()
-        host.stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
-        # Clients must not find the service any more when it refuses sequences: the endpoint is removed first.
-        host.stack.push_async_callback(reporter.set_serving, False)
-        host.publish(grpc=advertised(config, port))
-        await reporter.set_serving(True)
+        await host.serve_grpc(server, SERVICE_NAME)
         host.health.waits.end("engine")
         host.health.set_ready(True)
         host.health.watch("teacher", _DEADLINE_SECONDS)
