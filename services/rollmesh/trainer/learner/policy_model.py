@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -173,6 +174,11 @@ class ModelSource:
         return model
 
 
+_LOADING = threading.Lock()
+"""transformers patches torch while it loads: of two loads in one process (a trainer and a teacher, ``--inline``) one
+does not tie its head."""
+
+
 def load_policy_model(
     folder: Path,
     *,
@@ -205,17 +211,18 @@ def load_policy_model(
             if "drop" in field and isinstance(value, float):
                 setattr(config, field, 0.0)
         # Mismatched sizes are accepted here and rejected by name below; transformers would print a table.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=PACKED_ATTENTION,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with _LOADING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=PACKED_ATTENTION,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         if isinstance(error, ConfigError | CheckpointError):
             raise
