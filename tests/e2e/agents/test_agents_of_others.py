@@ -17,9 +17,11 @@ from ...kit.environments import NotInstalled, python_of
 from ...kit.openenv_server import openenv_server
 from ...kit.verifiers_programs import document_script, verifiers_server
 from ..conftest import ENDLESS
+from .tool_run import ToolRun
 
 STEPS = 3
 ENVIRONMENT = "verifiers_calculator"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "agent.py"
 
 
 def test_a_program_with_the_openai_client_trains_a_run_with_its_tool(start_tool_run) -> None:
@@ -102,3 +104,19 @@ def test_an_environment_server_of_verifiers_trains_a_run(start_tool_run, tmp_pat
     with verifiers_server(address, ENVIRONMENT, token, tmp_path / "server.log"):
         batches = start_tool_run(rollout=rollout, data=data, trainer={"train_steps": STEPS}).ended(STEPS)
     assert sum(t.reward for batch in batches for t in batch.trajectories) > 0
+
+
+@pytest.mark.long
+def test_the_agent_of_the_examples_trains_a_run(started) -> None:
+    port = free_port()
+    line, process = started(
+        rollout={"program": "agent", "max_new_tokens": 256, "partial_save_tokens": 16},
+        trainer={"train_steps": STEPS},
+        agents={"port": port},
+        gateway={"enabled": True},
+        evaluation={"before_and_after": False},
+    )
+    run = ToolRun(line, process, f"http://127.0.0.1:{port}/v1")
+    run.wait_until_it_answers()
+    run.start_client(EXAMPLE)
+    run.ended(STEPS)

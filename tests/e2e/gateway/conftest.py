@@ -242,12 +242,6 @@ def ask(url: str, **options: Any) -> httpx.Response:
     return httpx.get(url, timeout=_SECONDS, **options)
 
 
-def order(url: str, action: str) -> None:
-    """Send an action of the operator."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    httpx.post(f"{url}api/v1/{action}", headers=headers, timeout=_SECONDS).raise_for_status()
-
-
 def show_section(page: Page, name: str) -> None:
     """Follow a link of the navigation; a phone shows one section at a time, and only once the address has changed."""
     link = page.get_by_role("link", name=name, exact=True)

@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 
 from rollmesh.config.model import AdapterConfig
-from rollmesh.errors import ConfigError
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.policy_folders import AdapterSettings
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 
-from ...contract.contract_kit import KEY, LONGEST, WAIT_SECONDS, StandIn, write_model
+from ...contract.contract_kit import KEY, LONGEST, StandIn, write_model
 from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, merge, write_adapter
-from ...kit.generation import collect, make_call, prompt_ids
-from ...kit.waiting import reached
+from ...kit.generation import collect, make_call
 from ...sglang_cpu.options import sglang_options
 
 pytestmark = pytest.mark.long
@@ -55,32 +51,9 @@ def engine_at(url: str) -> SglangEngine:
     return SglangEngine(sglang_options(url=url, admin_key=KEY, **fields))
 
 
-def names(server: StandIn) -> list[str]:
-    """Adapters in the server."""
-    headers = {"Authorization": f"Bearer {KEY}"}
-    answer = httpx.get(f"{server.url}/v1/models", headers=headers, timeout=WAIT_SECONDS).json()
-    return [model["id"] for model in answer["data"][1:]]
-
-
-def post(server: StandIn, endpoint: str, **body: Any) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    httpx.post(f"{server.url}/{endpoint}", json=body, headers=headers, timeout=WAIT_SECONDS).raise_for_status()
-
-
 async def serve(engine: SglangEngine, folders: dict[int, Path], version: int) -> None:
     await engine.stage(folders[version], version)
     await engine.load(folders[version], version, OnNewVersion.NEXT_SLICE)
-
-
-async def test_a_server_without_the_flags_is_refused_at_the_start(tmp_path, base):
-    plain = StandIn(base, tmp_path / "server.log")
-    engine = engine_at(plain.url)
-    try:
-        with pytest.raises(ConfigError, match="without --enable-lora; start it with --enable-lora .*--max-lora-rank 4"):
-            await engine.start(base, 0)
-    finally:
-        await engine.aclose()
-        plain.stop()
 
 
 async def test_a_server_that_lost_its_adapters_ends_the_engine_and_the_next_one_loads_them_again(
@@ -102,40 +75,3 @@ async def test_a_server_that_lost_its_adapters_ends_the_engine_and_the_next_one_
     assert rollout.stamps == {(1, 1)}
     rollout.check_pure([base, merge(tmp_path / "merged", base, folders[1])])
     await second.aclose()
-
-
-async def test_adapters_of_an_earlier_process_make_room(base, folders, server):
-    first = engine_at(server.url)
-    await first.start(base, 0)
-    for version in folders:
-        await serve(first, folders, version)
-    await first.aclose()
-    assert names(server) == ["policy-v1", "policy-v2"]
-    second = engine_at(server.url)
-    await second.start(base, 0)
-    assert names(server) == []
-    await serve(second, folders, 1)
-    assert names(server) == ["policy-v1-2"], "a name is never used again"
-    await second.aclose()
-
-
-async def test_a_version_that_waits_to_be_scored_stays_loaded(tmp_path, base, folders, server):
-    engine = engine_at(server.url)
-    await engine.start(base, 0)
-    await serve(engine, folders, 1)
-    ids = prompt_ids(5, 200)
-    (wanted,) = await engine.score([ids], 1)
-    post(server, "pause_generation", mode="in_place")  # the server answers no score for now
-    first = asyncio.create_task(engine.score([ids], 0))
-    await asyncio.sleep(0)
-    late = asyncio.create_task(engine.score([ids], 1))  # begins when the first one has ended
-    for version in (2, 3, 4):
-        folders[version] = write_adapter(tmp_path / f"late-{version}", base, version)
-        await serve(engine, folders, version)
-    await reached(lambda: "policy-v2" not in names(server))
-    assert "policy-v1" in names(server) and not first.done()
-    post(server, "continue_generation")
-    (scores,) = await late
-    np.testing.assert_array_equal(scores, wanted)
-    await first
-    await engine.aclose()

@@ -86,27 +86,3 @@ async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_gener
         stream.check_pure(run.models)
     assert await asyncio.to_thread(process.wait, 120) == 0
     assert await run.store.generators.live() == []
-
-
-async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_again(make_run, stand_in):
-    run = await make_run(stand_in)
-    await run.publish(0)
-    first = run.start_process(0)
-    (record,) = await run.serving(0, seconds=START_SECONDS)
-    stream = await run.under_way(record, make_call(max_new_token_count=200))
-    first.kill()
-    first.wait()
-    second = run.start_process(0)
-
-    async def back() -> bool:
-        return any(g.serving and g.instance_id != record.instance_id for g in await run.store.generators.live())
-
-    await run.until("a generator again", back, START_SECONDS)
-    (again,) = [g for g in await run.store.generators.live() if g.instance_id != record.instance_id]
-    rest_call = make_call("t", stream.ids, prompt_token_count=12, max_new_token_count=200 - len(stream.tokens))
-    rest = run.stream(again, rest_call)
-    assert await rest.end() is FinishReason.LENGTH
-    assert len(stream.tokens) > 0 and len(stream.tokens) + len(rest.tokens) == 200
-    rest.check_pure(run.models)
-    second.terminate()
-    assert await asyncio.to_thread(second.wait, 120) == 0

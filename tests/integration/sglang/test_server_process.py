@@ -180,19 +180,6 @@ async def test_a_server_killed_among_32_calls_ends_them_after_what_they_have_and
     assert "EngineLost" in last and "ended with status 137" in last and "sglang-0.log" in last
 
 
-@pytest.mark.parametrize("which", ["stand_in", "real"])
-async def test_a_killed_generator_takes_its_server_along(make_run, request, which):
-    run = await make_run(request.getfixturevalue(which))
-    await run.publish(0)
-    process = run.start_process(0)
-    await run.serving(0, seconds=START_SECONDS)
-    processes = tree(process.pid)
-    assert len(processes) >= 3
-    process.kill()
-    process.wait()
-    await reached(lambda: gone(processes))
-
-
 async def _call_under_way(engine: SglangEngine, model: Path) -> AsyncGenerator[Chunk, None] | None:
     """Start the engine and a call, and wait for its first slice. None if a stall of the machine costs the call."""
     try:
