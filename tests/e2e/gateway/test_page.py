@@ -118,22 +118,6 @@ def _versions_named(canvas: Locator) -> list[int]:
     return [int(version) for version in re.findall(r"on v(\d+)", canvas.get_attribute("aria-label") or "")]
 
 
-def test_the_longest_response_of_the_queue_is_found_by_sorting(window: Open, at_rest: Scene) -> None:
-    page = window().open()
-    longest = at_rest.get("trajectories?order=tokens&descending=true&limit=1&preview=true")["items"][0]
-    assert longest["preview"]
-    head = page.locator("#trajectory-table thead button", has_text="tokens")
-    head.click()
-    page.locator("#trajectory-table th[aria-sort=ascending]").wait_for()
-    head.click()
-    page.locator("#trajectory-table th[aria-sort=descending]").wait_for()
-    first = page.locator("#trajectory-table tbody tr").first
-    first.locator("td:nth-child(5)", has_text=f"{longest['tokens']:,}").wait_for()
-    expect(first.locator(".preview")).to_have_text(re.compile(r"\S"))
-    page.locator("#trajectory-table thead button", has_text="reward").click()
-    page.locator("#trajectory-table th[aria-sort=ascending]", has_text="reward").wait_for()
-
-
 def test_the_viewer_tells_of_every_token_who_wrote_it(window: Open, at_rest: Scene) -> None:
     page = window().open()
     # The viewer knows how stale a token is by the table of versions.
@@ -176,16 +160,6 @@ def test_the_viewer_shows_versions_rewards_and_the_words_of_an_environment_apart
     expect(dialog.locator("dl").last).to_contain_text("part: format")
     dialog.get_by_role("button", name="Token ids").click()
     expect(dialog.locator(".tokens .policy .t").first).to_have_text(re.compile(r"^\d+$"))
-
-
-def test_the_viewer_shows_the_history_of_a_trajectory(window: Open, at_rest: Scene) -> None:
-    wanted = _first(at_rest, "leased", lambda item: bool(at_rest.get(f"trajectories/{item['id']}")["history"]))
-    page = window().open()
-    page.fill("#trajectory-id", wanted)
-    page.press("#trajectory-id", "Enter")
-    facts = page.locator("#viewer dl").first
-    expect(facts.locator("dt:text-is('history') + dd")).to_have_text(["restarted once by its worker"])
-    assert at_rest.get(f"trajectories/{wanted}")["history"] == ["restarted once by its worker"]
 
 
 def _first(at_rest: Scene, state: str, wanted: Callable[[dict[str, Any]], bool]) -> str:

@@ -59,15 +59,6 @@ def _walk(page: Page) -> list[dict[str, Any]]:
     raise AssertionError(f"more than {MOST_TABS} stops")
 
 
-def test_the_skip_link_leads_past_the_navigation(window: Open) -> None:
-    page = window().open()
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
-    expect(page.locator("#main")).to_be_focused()
-    page.keyboard.press("Tab")
-    expect(page.locator("#main :focus")).to_have_count(1)
-
-
 def test_rollouts_and_curves_are_read_with_the_arrow_keys(window: Open, at_rest: Scene) -> None:
     page = window().open()
     readout = page.locator("#timeline-readout")

@@ -151,29 +151,6 @@ def test_an_action_that_is_pressed_while_another_has_no_answer_follows_it(window
     assert order == [f"request {earlier}", f"response {earlier}", f"request {later}", f"response {later}"]
 
 
-PIN_TWICE = """async ([token, versions]) => {
-  const api = await import("/page/api.js");
-  const { Actions } = await import("/page/actions.js");
-  api.setToken(token);
-  let drawings = 0;
-  const actions = new Actions(() => {
-    drawings += 1;
-    if (drawings === 1) throw new Error("cannot be drawn");
-  });
-  const ends = [];
-  for (const version of versions)
-    await actions.pin(version).then(() => ends.push("done"), (error) => ends.push(error.message));
-  return ends;
-}"""
-
-
-def test_an_action_whose_effect_cannot_be_drawn_leaves_the_next_one_alone(window: Open, scene: Scene) -> None:
-    page = window().open()
-    later, earlier = _older(scene, 2)
-    assert page.evaluate(PIN_TWICE, [TOKEN, [earlier, later]]) == ["cannot be drawn", "done"]
-    assert scene.in_store(lambda store: store.policies.pinned()) == later
-
-
 def test_a_rollback_is_asked_for_only_after_a_yes(window: Open, scene: Scene) -> None:
     page = window().open()
     _with_token(page)
@@ -231,30 +208,4 @@ def test_more_processes_than_the_machine_can_serve_are_started_only_after_a_yes(
     dialog.get_by_role("button", name="Start them").click()
     page.locator("#action-result", has_text="reward replicas: 250").wait_for()
     assert scene.in_store(lambda store: store.scaling.requests())["reward"] == 250
-    scene.in_store(lambda store: store.scaling.request("reward", None))
-
-
-def test_two_questions_at_once_are_asked_one_after_the_other(window: Open, scene: Scene) -> None:
-    scene.in_store(lambda store: store.scaling.request("reward", 1))  # no launcher has a process to show
-    shown = window()
-    shown.expect("409")
-    page = shown.open()
-    _with_token(page)
-    unanswered: list[Route] = []
-    page.route("**/scale", lambda route: unanswered.append(route), times=1)
-    page.fill("#scale-reward", "250")
-    page.get_by_role("button", name="Scale reward", exact=True).click()
-    until(lambda: bool(page.title() and unanswered), "the request")
-    [version] = _older(scene, 1)
-    page.get_by_role("button", name=f"Roll back v{version}", exact=True).click()
-    dialog = page.locator("#confirm")
-    expect(dialog).to_contain_text("cannot be undone")
-    with page.expect_response("**/scale") as refused:
-        unanswered[0].continue_()
-    assert refused.value.status == 409
-    dialog.get_by_role("button", name="Cancel").click()
-    page.locator("#confirm", has_text="reward=250").wait_for()
-    dialog.get_by_role("button", name="Start them").click()
-    page.locator("#action-result", has_text="reward replicas: 250").wait_for()
-    assert [url for url in shown.requests if url.endswith("/rollback")] == []
     scene.in_store(lambda store: store.scaling.request("reward", None))

@@ -145,45 +145,6 @@ def test_events_are_read_however_the_stream_is_cut(window: Open) -> None:
     ]
 
 
-WRITTEN = {
-    "count(12345)": "12,345",
-    "count(null)": "\u2013",
-    "short(123456)": "123k",
-    "short(2345678)": "2.35M",
-    "number(0.3721)": "0.372",
-    "number(0.00042)": "4.2e-4",
-    "percent(0.931)": "93%",
-    "percent(0.004)": "0.4%",
-    "percent(undefined)": "\u2013",
-    "bytes(2 ** 21)": "2.0 MiB",
-    "bytes(512)": "512 B",
-    "seconds(3.21)": "3.2 s",
-    "seconds(200)": "3 min 20 s",
-    "seconds(7260)": "2 h 1 min",
-    "version(-1)": "none",
-    "plural(1, 'token')": "1 token",
-}
-
-
-def test_numbers_are_written_for_people(window: Open) -> None:
-    page = window().open()
-    written = {call: page.evaluate(f"import('/page/format.js').then((m) => m.{call})") for call in WRITTEN}
-    assert written == WRITTEN
-
-
-def test_ticks_are_round_and_inside(window: Open) -> None:
-    page = window().open()
-    asked = [(0, 24, 6), (0.31, 0.47, 4), (-3, 5, 4), (0, 4000, 4), (7, 7, 3), (1e-6, 3e-6, 4)]
-    for low, high, wanted in asked:
-        found = page.evaluate(
-            "([low, high, wanted]) => import('/page/ticks.js').then((m) => m.ticks(low, high, wanted))",
-            [low, high, wanted],
-        )
-        assert found == sorted(set(found))
-        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found), (low, high, found)
-        assert 1 <= len(found) <= wanted + 2
-
-
 PARTS = """async ([axis, xs]) => {
   const { partsOf } = await import("/page/pauses.js");
   return partsOf(axis, xs, xs);

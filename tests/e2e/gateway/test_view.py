@@ -149,18 +149,6 @@ def test_the_page_shows_the_result_and_no_live_section(viewed: Open) -> None:
     page.locator("#settings-text", has_text="recipe:countdown").wait_for()
 
 
-def test_the_goodput_is_shown_although_its_curve_comes_after_the_only_event(viewed: Open) -> None:
-    window, held = viewed(), []
-    window.page.route(re.compile("/api/v1/series"), lambda route: held.append(route))
-    page = window.open(1)
-    goodput = page.locator("#facts > div", has_text="Goodput").locator("dd").first
-    expect(goodput).not_to_have_text(re.compile(r"\d"))
-    for route in held:
-        route.continue_()
-    expect(goodput).to_have_text("87%")
-    page.close()
-
-
 def test_the_end_of_a_log_is_shown_to_the_holder_of_the_token(window: Open, folder: Path, url: str) -> None:
     (folder / "logs" / "trainer-0.log").write_text("started\n<b>stopped</b>\n")
     page = window(url).open(1)

@@ -59,24 +59,6 @@ async def test_a_launcher_whose_redis_takes_no_further_client_says_so_while_it_w
         await mesh.__aexit__(None, None, None)
 
 
-async def test_a_launcher_whose_redis_has_no_replica_yet_says_so_while_it_waits(tmp_path: Path) -> None:
-    out, server = io.StringIO(), EmbeddedServer(tmp_path / "redis")
-    await asyncio.to_thread(server.start)
-    run = RunConfig.model_validate(config(tmp_path).model_dump() | {"store": {"url": server.url}})
-    with redis.Redis.from_url(server.url) as client:
-        client.config_set("min-replicas-to-write", 1)
-        mesh = local_mesh(run, RunFolder(tmp_path), asyncio.Event(), Console(file=out))
-        opening = asyncio.ensure_future(mesh.__aenter__())
-        while "waiting for Redis: " not in out.getvalue():
-            assert not opening.done(), opening.exception()
-            await asyncio.sleep(0.01)
-        assert "Not enough good replicas to write" in out.getvalue()
-        client.config_set("min-replicas-to-write", 0)
-        await opening
-        await mesh.__aexit__(None, None, None)
-    await asyncio.to_thread(server.kill)
-
-
 async def test_a_status_whose_redis_takes_no_further_client_says_so_within_seconds(tmp_path: Path) -> None:
     async with full_of_clients(tmp_path) as (run, _):
         write_run_config(run, tmp_path / "config.yaml")

@@ -1,4 +1,4 @@
-"""Services whose Redis is not there yet: they wait, say why, and start without a restart once it is there."""
+"""Services whose Redis is not there yet: they wait, say why, and start once it is there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-import redis
 import yaml
 
 from rollmesh.config.recipes import recipe_file
@@ -24,8 +23,6 @@ from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
 from ...kit.waiting import until
-
-SERVICES = ("gateway", "rollout", "generator", "trainer")
 
 
 @dataclass
@@ -79,42 +76,6 @@ def test_a_service_that_waits_for_its_store_says_so_and_ends_at_once_when_it_is_
         assert str(port) in line["message"] and 0 < line["gives_up_in_seconds"] < 600
         gateway.process.send_signal(signal.SIGTERM)
         assert gateway.process.wait(60) == EXIT_UNFINISHED
-
-
-@pytest.mark.long
-def test_a_service_whose_redis_has_no_replica_yet_waits_and_says_so(tmp_path: Path) -> None:
-    port = free_port()
-    server = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(port=port))
-    server.start()
-    with ExitStack() as stack, redis.Redis(port=port) as client:
-        stack.callback(server.kill)
-        client.config_set("min-replicas-to-write", 1)
-        rollout = stack.enter_context(started("rollout", tmp_path, port))
-        until(lambda: "NOREPLICAS" in rollout.readyz().get("waits", ""), "the reason", check=rollout.runs)
-        until(lambda: rollout.logged("waits_for_store"), "the log", check=rollout.runs)
-        client.config_set("min-replicas-to-write", 0)
-        until(lambda: rollout.readyz()["ready"], "the service", check=rollout.runs)
-
-
-@pytest.mark.long
-def test_a_mesh_whose_redis_comes_late_starts_without_a_restart(tmp_path: Path) -> None:
-    """Later than every call waits: the longest of them do so for 20 seconds."""
-    port = free_port()
-    with ExitStack() as stack:
-        services = [stack.enter_context(started(service, tmp_path, port)) for service in SERVICES]
-        for each in services:
-            until(
-                lambda each=each: [w for w in each.logged("waits_for_store") if w["gives_up_in_seconds"] < 575],
-                f"{each.service}: 25 seconds of waiting",
-                check=each.runs,
-            )
-            assert not each.readyz()["ready"] and "Redis" in each.readyz()["waits"]
-        server = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(port=port))
-        stack.callback(server.kill)
-        server.start()
-        for each in services:
-            until(lambda each=each: each.readyz()["ready"], f"{each.service} is ready", check=each.runs)
-            assert "Redis" not in each.readyz()["waits"]
 
 
 @pytest.mark.long

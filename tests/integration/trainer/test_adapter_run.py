@@ -38,24 +38,14 @@ async def adapters(run: TrainerRun) -> dict[int, bytes]:
     return found
 
 
-@pytest.fixture(scope="module")
-def calm() -> dict[int, bytes]:
-    """Adapters of an uninterrupted run, computed by the first test that needs them."""
-    return {}
-
-
-@pytest.mark.parametrize("at", ["before the canary", "before the manifest", "before the announcement"])
-async def test_a_trainer_killed_between_state_and_publication_publishes_the_same_adapters(
-    runs: Runs, calm: dict[int, bytes], at: str
-) -> None:
-    if not calm:
-        async with runs("calm", **SECTIONS) as run:
-            await run.train(STEPS)
-            calm |= await adapters(run)
-            (state,) = run.checkpoints.root.glob(f"states/{STEPS:08d}-*")
-            tensors = {name for file in state.glob("*.safetensors") for name in load_file(file)}
-            assert all(".lora_" in name for name in tensors), "the state has no base"
-    async with runs.held(at, 2, fed=STEPS, **SECTIONS) as run:
+async def test_a_trainer_killed_between_state_and_publication_publishes_the_same_adapters(runs: Runs) -> None:
+    async with runs("calm", **SECTIONS) as run:
+        await run.train(STEPS)
+        calm = await adapters(run)
+        (state,) = run.checkpoints.root.glob(f"states/{STEPS:08d}-*")
+        tensors = {name for file in state.glob("*.safetensors") for name in load_file(file)}
+        assert all(".lora_" in name for name in tensors), "the state has no base"
+    async with runs.held("before the manifest", 2, fed=STEPS, **SECTIONS) as run:
         seen = await run.seen()
         run.kill()
         run.start()
@@ -85,29 +75,27 @@ async def test_a_run_goes_back_to_an_adapter_and_to_the_base(runs: Runs) -> None
         assert all(value.any() for name, value in start.items() if ".lora_A." in name)
 
 
-@pytest.mark.parametrize(
-    ("adapter", "message"),
-    [
-        ({"rank": 8, "alpha": 8}, "model.adapter=rank 8, "),
-        ({"rank": 4, "alpha": 16}, "this run was trained with rank 4, alpha 8"),
-        ({"rank": 4, "alpha": 8, "target": ["q_proj"]}, "target ['q_proj']: this run"),
-        (None, "model.adapter=null (full weights): this run was trained with rank 4, alpha 8"),
-    ],
-)
-async def test_a_trainer_refuses_to_continue_with_another_adapter(
-    runs: Runs, adapter: dict[str, Any] | None, message: str
-) -> None:
+OTHERS: list[tuple[dict[str, Any] | None, str]] = [
+    ({"rank": 8, "alpha": 8}, "model.adapter=rank 8, "),
+    ({"rank": 4, "alpha": 16}, "this run was trained with rank 4, alpha 8"),
+    ({"rank": 4, "alpha": 8, "target": ["q_proj"]}, "target ['q_proj']: this run"),
+    (None, "model.adapter=null (full weights): this run was trained with rank 4, alpha 8"),
+]
+
+
+async def test_a_trainer_refuses_to_continue_with_another_adapter(runs: Runs) -> None:
     async with runs(**SECTIONS) as run:
         run.start()
         async with run.fed(2):
             await run.until_version(2)
         run.kill()
         before = await adapters(run)
-        runs.file(model={"adapter": adapter}, trainer={"train_steps": STEPS})
-        process = run.start()
-        assert await asyncio.to_thread(process.wait) != 0
-        assert message in run.log()
-        assert await adapters(run) == before
+        for adapter, message in OTHERS:
+            runs.file(model={"adapter": adapter}, trainer={"train_steps": STEPS})
+            process = run.start()
+            assert await asyncio.to_thread(process.wait) != 0
+            assert message in run.log().splitlines()[-1]
+            assert await adapters(run) == before
 
 
 async def test_the_base_of_a_run_is_its_version_0_whatever_becomes_of_the_model_folder(

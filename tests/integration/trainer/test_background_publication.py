@@ -22,6 +22,8 @@ IN_BACKGROUND = (
     "before the marker",
     "before the pruning",
 )
+MOMENTS = [(at, 2) for at in (*IN_BACKGROUND, "before the confirmation")]
+"""Moments of a step with a state; after the next one, which has none, a trainer repeats the step."""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,7 @@ def calm() -> dict[str, bytes]:
     return {}
 
 
-@pytest.mark.parametrize("step", [2, 3])
-@pytest.mark.parametrize("at", [*IN_BACKGROUND, "before the confirmation"])
+@pytest.mark.parametrize(("at", "step"), [*MOMENTS, ("before the manifest", 3), ("before the confirmation", 3)])
 async def test_a_trainer_killed_with_a_publication_in_flight_publishes_the_same_weights_once(
     runs: Runs, calm: dict[str, bytes], at: str, step: int
 ) -> None:

@@ -56,6 +56,10 @@ FLEETING: list[tuple[str, Moment, Moment]] = [
 """Moments that leave nothing behind, and what is true once they are over. A test that was kept from its core for some
 milliseconds has missed one, and looks out for the same moment of the next step."""
 STEPS = len(MOMENTS) + len(FLEETING) + 6
+ALGORITHM = {"loss": "decoupled_ppo", "old_logprobs": "ewma", "old_logprobs_options": {"reset_below": 0}}
+REPLAY = {"share": 0.5, "batches": 2, "by": "reward"}
+TRAINER = {"train_steps": STEPS, "algorithm": ALGORITHM, "optimizer": "adamw_8bit", "replay": REPLAY}
+"""Everything that a trainer carries from step to step: moments, an average of the weights, draws of earlier groups."""
 
 
 async def _met(run: TrainerRun, step: int, name: str, moment: Moment, over: Moment) -> bool:
@@ -102,12 +106,10 @@ async def assert_every_batch_counts_once(
         assert reports == expected
 
 
-async def kill_at_every_moment(run: TrainerRun) -> None:
-    """Kill the trainer at each of ``MOMENTS``, in turn, and start it again."""
-    for step, (name, moment) in enumerate(MOMENTS, start=1):
-        await run.until(f"step {step}: {name}", lambda m=moment, s=step: m(run, s))
-        run.kill()
-        run.start()
+def draws(run: TrainerRun) -> list[list[tuple[int, str]]]:
+    """Return the groups that each batch has from earlier ones."""
+    footers = [run.checkpoints.batch_footer(step) for step in run.checkpoints.batch_steps()]
+    return [footer.replay.groups for footer in footers if footer.replay is not None]
 
 
 async def _start_again(run: TrainerRun, seen: dict[int, PolicyRecord]) -> None:
@@ -121,10 +123,10 @@ async def _start_again(run: TrainerRun, seen: dict[int, PolicyRecord]) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 async def test_a_trainer_killed_at_every_moment_ends_where_an_uninterrupted_one_does(runs: Runs) -> None:
-    sections = {"trainer": {"train_steps": STEPS}, "checkpoints": {"state_every_steps": 2}}
+    sections = {"trainer": TRAINER, "checkpoints": {"state_every_steps": 2}}
     async with runs("calm", **sections) as run:
         await run.train(STEPS)
-        expected = await run.last_weights()
+        expected, drawn = await run.last_weights(), draws(run)
     seen: dict[int, PolicyRecord] = {}
     async with runs("killed", **sections) as run:
         run.start()
@@ -140,7 +142,7 @@ async def test_a_trainer_killed_at_every_moment_ends_where_an_uninterrupted_one_
                 await _start_again(run, seen)
             await run.until_finished()
         await assert_every_batch_counts_once(run, seen)
-        assert await run.last_weights() == expected
+        assert (await run.last_weights(), draws(run)) == (expected, drawn)
 
 
 async def test_a_redis_that_forgot_the_newest_writes_is_told_what_was_trained(

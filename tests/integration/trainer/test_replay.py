@@ -1,4 +1,4 @@
-"""A trainer that replays groups of earlier batches: the same draw after every kill, and a ledger that names it."""
+"""A trainer that replays groups of earlier batches, and a ledger that names them; through kills: test_kills.py."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pytest
 
 from rollmesh.report.ledger_check import StalenessRule, Trained, read_batches
 
-from .test_kills import MOMENTS, kill_at_every_moment
+from .test_kills import REPLAY, draws
 from .test_parts import accumulated, begun
 from .test_parts import trained as trained_step
 from .trainer_run import GROUPS, Runs, TrainerRun
 
 pytestmark = pytest.mark.slow
 
-STEPS = len(MOMENTS) + 2
+STEPS = 4
 ALGORITHM = {"loss": "decoupled_ppo", "old_logprobs": "recompute"}
-TRAINER = {"train_steps": STEPS, "algorithm": ALGORITHM, "replay": {"share": 0.5, "batches": 2, "by": "reward"}}
+TRAINER = {"train_steps": STEPS, "algorithm": ALGORITHM, "replay": REPLAY}
 
 
 def ledger(run: TrainerRun) -> Trained:
@@ -26,18 +26,11 @@ def ledger(run: TrainerRun) -> Trained:
     return counts
 
 
-def draws(run: TrainerRun) -> list[list[tuple[int, str]]]:
-    footers = [run.checkpoints.batch_footer(step) for step in run.checkpoints.batch_steps()]
-    return [footer.replay.groups for footer in footers if footer.replay is not None]
-
-
-@pytest.mark.timeout(600)
-async def test_a_trainer_killed_at_every_moment_draws_the_groups_of_an_uninterrupted_one(runs: Runs) -> None:
-    async with runs("calm", trainer=TRAINER, checkpoints={"state_every_steps": 2}) as run:
+async def test_replayed_groups_are_counted_beside_the_fresh_ones(runs: Runs) -> None:
+    async with runs(trainer=TRAINER) as run:
         await run.train(STEPS)
-        expected, expected_draws, recorded = await run.last_weights(), draws(run), run.lines()
-        counts = ledger(run)
-    assert [len(drawn) for drawn in expected_draws] == [0, *[GROUPS] * (STEPS - 1)]
+        recorded, counts = run.lines(), ledger(run)
+        assert [len(drawn) for drawn in draws(run)] == [0, *[GROUPS] * (STEPS - 1)]
     assert counts.replays.problems == [] and counts.trained_twice() == {} and counts.trajectories_twice == {}
     assert (counts.groups, counts.replays.groups) == (GROUPS * STEPS, GROUPS * (STEPS - 1))
     assert [line["replayed_share"] for line in recorded] == [0.0, *[0.5] * (STEPS - 1)]
@@ -46,18 +39,9 @@ async def test_a_trainer_killed_at_every_moment_draws_the_groups_of_an_uninterru
     fresh_tokens = sum(line["batch"]["trained_tokens"] for line in recorded)
     assert recorded[-1]["mesh"]["trained_token_total"] == fresh_tokens == counts.loss_tokens
 
-    async with runs("killed", trainer=TRAINER, checkpoints={"state_every_steps": 2}) as run:
-        run.start()
-        async with run.fed(STEPS):
-            await kill_at_every_moment(run)
-            await run.until_finished()
-        assert draws(run) == expected_draws
-        assert ledger(run).replays.problems == []
-        assert await run.last_weights() == expected
-
 
 async def test_a_missing_batch_file_is_left_out_of_the_draw_with_a_warning(runs: Runs) -> None:
-    async with runs(trainer=TRAINER | {"train_steps": 4}) as run:
+    async with runs(trainer=TRAINER) as run:
         run.start()
         async with run.fed(3):
             await run.until("step 3", lambda: _committed(run, 3), pause=0.01)

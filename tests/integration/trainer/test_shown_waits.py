@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
-from rollmesh.config import RunConfig, write_run_config
+from rollmesh.config import write_run_config
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.launcher.console_notes import ServiceWatch
@@ -81,33 +81,3 @@ async def test_an_object_store_that_fails(runs: Runs, monkeypatch: pytest.Monkey
     monkeypatch.setenv("COLUMNS", "1000")
     async with run_in_bucket(runs, "outage") as run:
         await assert_shown(run, "this server refuses")
-
-
-async def test_an_object_store_that_refuses_for_good_ends_the_trainer_with_the_remedy(runs: Runs) -> None:
-    async with run_in_bucket(runs, "no listing") as run:
-        assert await run.until_failed() == 78
-        (end,) = run.events("service_failed")
-    assert "allow them to list the bucket" in end["message"]
-
-
-async def test_a_page_in_another_pod_shows_the_wait_and_its_end(runs: Runs, tmp_path: Path, small_disk: Path) -> None:
-    fill(small_disk / "filler")
-    async with runs(checkpoints={"folder": str(small_disk / "checkpoints")}) as run, AdminClient() as client:
-        other = {"folder": str(tmp_path / "pod"), "network": {"shared_folder": False}}
-        elsewhere = RunConfig.model_validate(run.config.model_dump() | other | {"store": {"url": runs.server.url}})
-        states = ServiceStates(tmp_path / "pod", client)
-        poller = MeshPoller(run.store, elsewhere, GatewayMetrics(Metrics("gateway")), Health(), states)
-
-        async def shown() -> bool:
-            await poller.step()
-            return "trainer: disk full" in poller.overview().waiting_for
-
-        run.start()
-        await run.until("the wait on the page", shown, pause=0.05)
-        (small_disk / "filler").unlink()
-
-        async def over() -> bool:
-            await poller.step()
-            return "disk full" not in poller.overview().waiting_for
-
-        await run.until("the end of the wait", over, pause=0.05)
