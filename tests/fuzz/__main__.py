@@ -103,6 +103,8 @@ def run(
         data = short_run_config(fuzzed.folder.path, 0)
         data |= {"name": "fuzz", "agents": {"enabled": True}}
         data["trainer"]["train_steps"] = 1_000_000
+        data["trainer"]["algorithm"] = {"teacher": {"reverse_kl_coefficient": 0.01, "with_reward": True}}
+        data["teachers"] = {"wise": {"model": "recipe:countdown", "top_k": 4}}
         data["checkpoints"]["keep_last"] = 10_000
         if quick:  # paced generators leave the processor to the requests, and few steps are audited
             data["generator"]["pace"] = [[1, 0.05]]

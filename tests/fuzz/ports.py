@@ -27,6 +27,7 @@ from rollmesh.runtime.grpc import call_metadata
 from rollmesh.v1 import generation_service_pb2 as generation
 from rollmesh.v1 import generation_service_pb2_grpc as generation_stubs
 from rollmesh.v1 import reward_service_pb2 as reward
+from rollmesh.v1 import teacher_service_pb2 as teacher
 from rollmesh.wire.generation_messages import ERROR_KEY
 
 from .messages import INTEGERS, Values, corrupted
@@ -112,7 +113,7 @@ async def _grpc_port(endpoint: Endpoint, token: str, stack: AsyncExitStack) -> G
         stub = generation_stubs.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         answer = await stub.GetStatus(generation.GetStatusRequest(), metadata=call_metadata(token=token))
         known["instance_id"] = (answer.instance_id,)
-    file = (generation if endpoint.service == "generator" else reward).DESCRIPTOR
+    file = {"generator": generation, "reward": reward}.get(endpoint.service, teacher).DESCRIPTOR
     services = (*list(file.services_by_name.values()) * 3, health_pb2.DESCRIPTOR.services_by_name["Health"])
     name = f"{endpoint.service}-{endpoint.index} gRPC"
     return GrpcPort(name=name, channel=channel, services=services, token=token, known=known)

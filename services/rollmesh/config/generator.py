@@ -83,17 +83,17 @@ class SglangConfig(EngineSection):
     def _the_server_is_started_or_found(self) -> Self:
         if self.url is not None:
             if not self.url.startswith(("http://", "https://")):
-                raise ValueError(f"generator.sglang.url={self.url}: expected http:// or https://")
+                raise ValueError(f"url={self.url}: expected http:// or https://")
             if self.url.startswith("http://") and _is_public(self.url):
                 raise ValueError(
-                    f"generator.sglang.url={self.url}: HTTP would send the key and every token unencrypted over a "
+                    f"url={self.url}: HTTP would send the key and every token unencrypted over a "
                     "public network; use https://, or a private address"
                 )
             for name in _STARTED_ONLY:
                 if getattr(self, name):
                     raise ValueError(
-                        f"generator.sglang.{name} is for a server that rollmesh starts; "
-                        f"generator.sglang.url={self.url} is a running server; leave one of the two out"
+                        f"{name} is for a server that rollmesh starts; "
+                        f"url={self.url} is a running server; leave one of the two out"
                     )
         return self
 
@@ -104,16 +104,14 @@ class SglangConfig(EngineSection):
             # The server accepts abbreviations: --hos is --host.
             owns = sorted(own for own in _OWN_FLAGS if own.startswith(flag)) if len(flag) > 2 else []
             if flag.startswith("--") and owns:
-                raise ValueError(
-                    f"generator.sglang.arguments: {flag} ({owns[0]}) is set by rollmesh from the run file; leave it out"
-                )
+                raise ValueError(f"arguments: {flag} ({owns[0]}) is set by rollmesh from the run file; leave it out")
         return self
 
     @model_validator(mode="after")
     def _drafts_leave_the_tokens_as_they_are(self) -> Self:
         thresholds = [self._value((flag,), "1") for flag in _THRESHOLD_FLAGS]
         if reason := speculation_problem(self._speculation, thresholds):
-            raise ValueError(f"generator.sglang.arguments: --speculative-algorithm {self._speculation}: {reason}")
+            raise ValueError(f"arguments: --speculative-algorithm {self._speculation}: {reason}")
         return self
 
     @property
@@ -136,13 +134,13 @@ class SglangConfig(EngineSection):
         return found
 
     def problem(self, field: str, value: Any) -> str:
-        server = f"the server at generator.sglang.url={self.url}"
+        server = f"the server at sglang.url={self.url}"
         if field == "pace" and value is not None:
             return "for engine=torch only; leave it out with engine=sglang"
         if field == "cuda_graphs" and value:
             return "for engine=torch only; leave it out, an SGLang server captures its graphs"
         if field == "speculation" and value != "off":
-            return "for engine=torch only; an SGLang server drafts by flags in generator.sglang.arguments; set off"
+            return "for engine=torch only; an SGLang server drafts by flags in sglang.arguments; set off"
         if self.url is not None and field == "replicas" and value > 1:
             return f"generators cannot share {server}, because each loads policies into its server; set 1"
         if self.url is not None and field == "device" and value != "auto":

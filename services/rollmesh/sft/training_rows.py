@@ -98,6 +98,8 @@ class _RowTokens:
         except DataError as error:
             raise DataError(f"{row.where}: field {field!r}: {error}") from error
         if field == self._options.response_field:
+            if not len(ids):
+                raise DataError(f"{row.where}: field {field!r} is {value!r:.80}, which the tokenizer reads as no token")
             self._check_known(ids, f"{row.where}: field {field!r}")
         return ids
 

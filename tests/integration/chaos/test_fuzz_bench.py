@@ -32,7 +32,7 @@ def test_random_requests_to_every_port_neither_break_nor_stop_a_training_run() -
     assert values["train steps after them"] >= 1 and values["audit green"] == 1, done.stderr
     services = (
         *("agents-0", "gateway-0", "generator-0", "generator-1"),
-        *("reward-0", "rollout-0", "rollout-1", "trainer-0"),
+        *("reward-0", "rollout-0", "rollout-1", "teacher-wise-0", "trainer-0"),
     )
     for service in services:
         # That memory stays the same is a bar of the bench: of so few requests the warm-up is too short for it.

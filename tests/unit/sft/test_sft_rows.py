@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.sft_config import RowOptions
@@ -185,6 +185,17 @@ def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, row: dict[str
     tokenizer = make_tokenizer(tmp_path)
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{words}"):
         read(tokenizer, {"prompt": "a", "response": "b"}, row, context=64)
+
+
+def test_a_response_that_the_tokenizer_drops_whole_is_named(tmp_path: Path) -> None:
+    file = make_tokenizer(tmp_path).folder / "tokenizer.json"
+    dropping = HfTokenizer.from_file(str(file))
+    dropping.normalizer = normalizers.Replace("~", "")
+    dropping.save(str(file))
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: field 'response' is '~~', which the tokenizer reads as no token"
+    ):
+        read(Tokenizer(tmp_path), {"prompt": "a", "response": "~~"})
 
 
 @pytest.mark.parametrize(
