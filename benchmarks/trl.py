@@ -23,7 +23,7 @@ from benchmarks.frame import Measure, Quick, at_least, compared
 from benchmarks.processes import TrainingRun
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.recipes.countdown.starter_rows import starter_rows
+from rollmesh.recipes.countdown.demonstrations import starter_rows
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import newest_per_step, number
 from tests.kit.environments import ENVIRONMENTS, NotInstalled

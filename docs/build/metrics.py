@@ -7,7 +7,7 @@ from prometheus_client import Metric
 from docs.build.page_text import templates, write_pages
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.errors import EngineError
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.events import GatewayMetrics
 from rollmesh.generator.engines.engine_protocol import EngineStatus
 from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetrics
 from rollmesh.reward.reward_metrics import RewardMetrics

@@ -179,6 +179,28 @@ def top_level_copies(line: Mapping[str, Any]) -> dict[str, Any]:
     return {metric.field: lookup(line, metric.copy_of) for metric in STEP_METRICS if metric.copy_of}
 
 
+_RATE_SECONDS = 10.0
+
+
+class RateWindow:
+    """Growth per second of running totals over the last ten seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, tuple[float, ...]]] = deque()
+
+    def update(self, now: float, *totals: float) -> list[float]:
+        """Add the newest totals and return their rates, which are 0 before a second point."""
+        if self._points and totals[0] < self._points[-1][1][0]:
+            self._points.clear()  # Redis was restored to an earlier state
+        self._points.append((now, totals))
+        while len(self._points) > 2 and now - self._points[0][0] > _RATE_SECONDS:
+            self._points.popleft()
+        before, first = self._points[0]
+        return [
+            (last - start) / (now - before) if now > before else 0.0 for start, last in zip(first, totals, strict=True)
+        ]
+
+
 _PACE_STEPS = 20
 
 

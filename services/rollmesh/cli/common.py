@@ -1,4 +1,4 @@
-"""Shared arguments, error output and store access of the commands."""
+"""Shared arguments, help pages, error output and store access of the commands."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import errno
 import importlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar
@@ -16,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from rollmesh.config import RunConfig, load_run_config, text_override
 from rollmesh.errors import ConfigError, RollmeshError
@@ -42,6 +44,18 @@ SetOption = Annotated[
 ]
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+FolderOption = Annotated[Path | None, typer.Option("--folder", help="Run folder (default: the run file's).")]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Start more processes than this machine's cores and memory can serve, without a question."
+    ),
+]
+
+
+def overrides_of(set_: Sequence[str] | None, folder: Path | None) -> list[str]:
+    """Return the overrides of ``--set`` and ``--folder``."""
+    return [*(set_ or ()), *([text_override("folder", folder)] if folder else [])]
 
 
 @contextmanager
@@ -131,6 +145,16 @@ async def store_of(
         yield config, folder, running.store
 
 
+def ask_store(run: Path, question: Callable[[TrajectoryStore], Awaitable[T]]) -> T:
+    """Return what a call of the store of an existing run returns; errors and stops as in ``run_async``."""
+
+    async def main() -> T:
+        async with store_of(run) as (_, _, store):
+            return await question(store)
+
+    return run_async(main)
+
+
 def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run the coroutine of a command with ``clear_errors``; exit with ``EXIT_STOPPED`` when the user stops it."""
     with clear_errors():
@@ -157,3 +181,48 @@ def shutdown_event() -> asyncio.Event:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, on_signal)
     return shutdown
+
+
+_TYPES = {"int": "N", "float": "N", "path": "PATH", "str": "TEXT"}
+
+
+class PlainGroup(TyperGroup):
+    """Group whose commands print plain help pages."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by name, its parameters with plain types."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            for param in command.get_params(ctx):
+                _make_plain(param)
+        return command
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters of the group with plain types."""
+        params = super().get_params(ctx)
+        for param in params:
+            _make_plain(param)
+        return params
+
+
+def _make_plain(param: Any) -> None:
+    # Attributes of the instance: typer offers no setting, and a version that does not read them ignores them.
+    vars(param)["display_type_rich"] = partial(_display_type, param)
+    if param.param_type_name == "argument":
+        vars(param)["get_usage_pieces"] = partial(_usage_pieces, param)
+
+
+def _display_type(param: Any, ctx: Any) -> str | None:
+    """Return the placeholder of an option's value; None for flags, and for arguments, whose name says it."""
+    if param.param_type_name == "argument" or getattr(param, "is_flag", False):
+        return None
+    if param.metavar is not None:
+        return str(param.metavar)
+    kind = str(param.display_type(ctx)).strip("<>").removeprefix("list[").removesuffix("]")
+    return _TYPES.get(kind.split(" ")[0], kind.upper())
+
+
+def _usage_pieces(param: Any, ctx: Any) -> list[str]:
+    name = str(param.metavar or param.name.upper())
+    many = "" if param.nargs == 1 else "..."
+    return [f"{name}{many}" if param.required else f"[{name}{many}]"]

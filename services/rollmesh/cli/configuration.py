@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, load_run, run_of
-from rollmesh.cli.plain_help import PlainGroup
+from rollmesh.cli.common import PlainGroup, RunFileArgument, SetOption, clear_errors, load_run, run_of
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.curriculum import CURRICULUM_POINTS
 from rollmesh.config.methods import Method, Point
@@ -20,7 +19,7 @@ from rollmesh.config.trainer import TRAINER_POINTS
 from rollmesh.config.yaml_text import dump_yaml
 from rollmesh.errors import ConfigError
 from rollmesh.preflight.run_checks import check_run
-from rollmesh.report.console import output_console
+from rollmesh.report.console import output_console, print_line
 from rollmesh.runtime.capacity import check_configured, this_machine
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, StartOrder
 from rollmesh.scheduling.presets import PRESETS, Preset
@@ -61,7 +60,7 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
     console.print(f"{run}: valid", highlight=False, markup=False)
     console.print(checks.estimate.table())
     for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, note)
 
 
 def _capacity_hint(config: RunConfig) -> list[str]:

@@ -11,8 +11,8 @@ with many_imports():
     import typer
 
     import rollmesh
-    from rollmesh.cli import configuration, fine_tune, operations, run_inspection, serving, sim, status, up
-    from rollmesh.cli.plain_help import PlainGroup
+    from rollmesh.cli import configuration, operations, run_inspection, serving, sim, status, up
+    from rollmesh.cli.common import PlainGroup
 
 app = typer.Typer(
     name="rollmesh",
@@ -46,7 +46,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add("Runs", up.up, up.demo, up.init, fine_tune.sft)
+_add("Runs", up.up, up.demo, up.init, up.sft)
 serving.register(app)
 _add(
     "Inspection", status.status, run_inspection.eval_, run_inspection.explain, run_inspection.audit, run_inspection.view

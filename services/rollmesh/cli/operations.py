@@ -15,16 +15,18 @@ from rich.table import Table
 
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.cli.common import (
+    ForceOption,
     JsonOption,
+    PlainGroup,
     RunFolderArgument,
     VersionOption,
+    ask_store,
     check_unless_forced,
     clear_errors,
     run_async,
     run_of,
     store_of,
 )
-from rollmesh.cli.plain_help import PlainGroup
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import check_scale, configured_replicas
 from rollmesh.errors import ConfigError, Conflict
@@ -53,24 +55,24 @@ def pin(
     Example: `rollmesh pin runs/demo --version 10`
     """
 
-    async def main() -> None:
+    async def pinned(store: TrajectoryStore) -> int | None:
         if release and version is not None:
             raise ConfigError(f"--version {version} with --release: give one of them")
-        async with store_of(run) as (_, _, store):
-            chosen = None if release else version
-            if not release and version is None:
-                latest = await store.policies.latest()
-                if latest is None:
-                    raise ConfigError("the run has published no policy yet; pin one once the trainer has started")
-                chosen = latest.policy_version
-            await store.policies.pin(chosen)
-        typer.echo(
-            "released"
-            if chosen is None
-            else f"pinned to policy version {chosen}; rollmesh pin {run} --release serves the newest one again"
-        )
+        chosen = None if release else version
+        if not release and version is None:
+            latest = await store.policies.latest()
+            if latest is None:
+                raise ConfigError("the run has published no policy yet; pin one once the trainer has started")
+            chosen = latest.policy_version
+        await store.policies.pin(chosen)
+        return chosen
 
-    run_async(main)
+    chosen = ask_store(run, pinned)
+    typer.echo(
+        "released"
+        if chosen is None
+        else f"pinned to policy version {chosen}; rollmesh pin {run} --release serves the newest one again"
+    )
 
 
 def rollback(
@@ -86,16 +88,11 @@ def rollback(
 
     Example: `rollmesh rollback runs/demo --version 10`
     """
-
-    async def main() -> None:
-        async with store_of(run) as (_, _, store):
-            request = await store.rollbacks.request(version)
-        typer.echo(
-            f"rollback to policy version {version} requested ({request.request_id}): the trainer performs it before "
-            "its next step, or at its next start if it has ended"
-        )
-
-    run_async(main)
+    request = ask_store(run, lambda store: store.rollbacks.request(version))
+    typer.echo(
+        f"rollback to policy version {version} requested ({request.request_id}): the trainer performs it before "
+        "its next step, or at its next start if it has ended"
+    )
 
 
 def export(
@@ -159,12 +156,7 @@ def scale(
         ),
     ] = None,
     as_json: JsonOption = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Allow more processes than this machine's cores and memory can take, without a question."
-        ),
-    ] = False,
+    force: ForceOption = False,
 ) -> None:
     """Change the number of generators, reward services or rollout workers of a run while it trains.
 
@@ -233,21 +225,16 @@ def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
     Example: `rollmesh dead-letters list runs/demo`
     """
-
-    async def main() -> None:
-        async with store_of(run) as (_, _, store):
-            # The newest is last, so that it stays visible in a terminal.
-            letters = (await store.dead_letters.newest())[::-1]
-        if as_json:
-            typer.echo(json.dumps([asdict(letter) for letter in letters]))
-            return
-        table = Table("trajectory", "group", "reason", "attempts", "tokens", title=f"{len(letters)} dead letters")
-        for letter in letters:
-            row = (letter.trajectory_id, letter.group_id, letter.reason, letter.attempts, letter.token_count)
-            table.add_row(*map(str, row))
-        output_console().print(table)
-
-    run_async(main)
+    # The newest is last, so that it stays visible in a terminal.
+    letters = ask_store(run, lambda store: store.dead_letters.newest())[::-1]
+    if as_json:
+        typer.echo(json.dumps([asdict(letter) for letter in letters]))
+        return
+    table = Table("trajectory", "group", "reason", "attempts", "tokens", title=f"{len(letters)} dead letters")
+    for letter in letters:
+        row = (letter.trajectory_id, letter.group_id, letter.reason, letter.attempts, letter.token_count)
+        table.add_row(*map(str, row))
+    output_console().print(table)
 
 
 @dead_letters.command()
@@ -256,13 +243,8 @@ def inspect(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
 
     Example: `rollmesh dead-letters inspect runs/demo e0-12.3`
     """
-
-    async def main() -> None:
-        async with store_of(run) as (_, _, store):
-            letter = await store.dead_letters.get(trajectory_id)
-        typer.echo(json.dumps(asdict(letter), indent=2, default=str))
-
-    run_async(main)
+    letter = ask_store(run, lambda store: store.dead_letters.get(trajectory_id))
+    typer.echo(json.dumps(asdict(letter), indent=2, default=str))
 
 
 @dead_letters.command()
@@ -271,13 +253,8 @@ def replay(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
 
     Example: `rollmesh dead-letters replay runs/demo e0-12.3`
     """
-
-    async def main() -> None:
-        async with store_of(run) as (_, _, store):
-            group_id = await store.dead_letters.replay(trajectory_id)
-        typer.echo(f"{trajectory_id} replayed as group {group_id}, when the run has capacity for it")
-
-    run_async(main)
+    group_id = ask_store(run, lambda store: store.dead_letters.replay(trajectory_id))
+    typer.echo(f"{trajectory_id} replayed as group {group_id}, when the run has capacity for it")
 
 
 @dead_letters.command()
@@ -287,10 +264,9 @@ def delete(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
     Example: `rollmesh dead-letters delete runs/demo e0-12.3`
     """
 
-    async def main() -> None:
-        async with store_of(run) as (_, _, store):
-            if not await store.dead_letters.delete(trajectory_id):
-                raise Conflict(f"no dead letter {trajectory_id}")
-        typer.echo(f"{trajectory_id} deleted")
+    async def delete_letter(store: TrajectoryStore) -> None:
+        if not await store.dead_letters.delete(trajectory_id):
+            raise Conflict(f"no dead letter {trajectory_id}")
 
-    run_async(main)
+    ask_store(run, delete_letter)
+    typer.echo(f"{trajectory_id} deleted")

@@ -22,9 +22,9 @@ from rollmesh.cli.common import (
     store_of,
 )
 from rollmesh.errors import ConfigError, StoreUnavailable
-from rollmesh.launcher.evaluation_journal import Evaluation
 from rollmesh.launcher.run_up import queue_account
-from rollmesh.report.console import domain_scores, output_console, plus_minus
+from rollmesh.report.console import domain_scores, output_console, plus_minus, print_line
+from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.ledger_check import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.runtime.endpoints import read_endpoints
@@ -69,7 +69,8 @@ def _print_score(result: Evaluation, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(result) | ({} if result.n else {"mean": None})))
         return
-    score = f"{result.mean:.4f} {plus_minus(result.standard_error, '.4f')} (n={result.n}){result.shortage}"
+    shortage = f"; {result.shortage}" if result.shortage else ""
+    score = f"{result.mean:.4f} {plus_minus(result.standard_error, '.4f')} (n={result.n}){shortage}"
     typer.echo(f"policy version {result.policy_version}: {score if result.n else result.description}")
     for line in domain_scores(result.domains):
         typer.echo(f"  {line}")
@@ -143,7 +144,7 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             async with store_of(run) as (_, _, store):
                 return folder.path, await queue_account(store)
         except StoreUnavailable as error:
-            console.print(f"lost groups are not checked: {error}", markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"lost groups are not checked: {error}")
             return folder.path, None
 
     folder, account = run_async(read_account)

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from rollmesh.cli.common import JsonOption, SetOption, clear_errors
 from rollmesh.errors import ConfigError
-from rollmesh.report.console import output_console
+from rollmesh.report.console import output_console, print_line
 
 if TYPE_CHECKING:
     from rollmesh.sim.arms import Arm
@@ -151,7 +151,7 @@ def _simulate(arms: Sequence[Arm], page: Path | None, *, check: bool, as_json: b
             console.print(table)
         console.print(_assumed(arms), markup=False, highlight=False)
         for arm, cost in zip(arms, costs, strict=True) if with_cost else ():
-            console.print(f"{arm.name}: {cost.sentence()}", markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"{arm.name}: {cost.sentence()}")
 
 
 def _assumed(arms: Sequence[Arm]) -> str:

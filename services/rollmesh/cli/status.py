@@ -19,7 +19,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import StoreUnavailable
 from rollmesh.mesh import MeshView
-from rollmesh.report.console import output_console
+from rollmesh.report.console import output_console, print_line
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.sentences import ending
 from rollmesh.runtime.endpoints import AdminClient, Endpoint, ServiceStates, read_endpoints
@@ -85,7 +85,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             table.add_row("token", known_token(config) or "the value of ROLLMESH_GATEWAY__TOKEN")
         output_console().print(table)
         for page in pages:  # below the table, whose columns would cut the link
-            output_console().print(_way_to(page, config), markup=False, highlight=False, soft_wrap=True)
+            print_line(output_console(), _way_to(page, config))
         if generators or not ended:
             _print_generators(generators)
 

@@ -1,58 +1,61 @@
-"""``rollmesh up``, ``demo`` and ``init``: complete runs on this machine, and the files of a first one."""
+"""``rollmesh up``, ``demo``, ``init`` and ``sft``: training on this machine, and the files of a first run."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, TextIO, cast
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from rich.console import Console
 
 from rollmesh.cli.common import (
+    EXIT_ERROR,
     EXIT_STOPPED,
+    FolderOption,
+    ForceOption,
     RunFileArgument,
     SetOption,
     check_unless_forced,
     clear_errors,
+    heavy_module,
     load_run,
+    overrides_of,
     shutdown_event,
 )
 from rollmesh.cli.serving import inline_services
-from rollmesh.config import RunConfig, load_run_config, text_override
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config.load import load_config
 from rollmesh.config.recipes import recipe_file
-from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused
+from rollmesh.config.sft_config import SftConfig
+from rollmesh.errors import CheckpointError, ConfigError, PoliciesRefused, RollmeshError
 from rollmesh.file_writes import write_text
+from rollmesh.launcher.fine_tuning_ranks import StopRequest, run_ranks
 from rollmesh.launcher.inline_services import INLINE_OVERRIDES, Serve, ServiceLogs
 from rollmesh.launcher.local_mesh import Interrupted
-from rollmesh.launcher.run_folder import make_run_folder
+from rollmesh.launcher.run_folder import made_folder, make_run_folder
 from rollmesh.launcher.run_up import close_run, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.preflight.run_checks import check_inline, check_run
-from rollmesh.recipes.countdown.starter_rows import starter_rows
-from rollmesh.report.console import run_console
+from rollmesh.recipes.countdown.demonstrations import starter_rows
+from rollmesh.report.console import print_line, run_console
 from rollmesh.report.ledger_check import QueueAccount
 from rollmesh.runtime.capacity import check_configured, this_machine
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, die_with_parent
+from rollmesh.runtime.locks import locked_folder
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.tracing import recorded_traces
 
-FolderOption = Annotated[Path | None, typer.Option("--folder", help="Run folder (default: the run file's).")]
 InlineOption = Annotated[
     bool,
     typer.Option(
         "--inline",
         help="Run all services in this process, so that a debugger stops in your loss, verifier or environment; one "
         "replica of each, engine torch.",
-    ),
-]
-
-
-ForceOption = Annotated[
-    bool,
-    typer.Option(
-        "--force", help="Start more processes than this machine's cores and memory can serve, without a question."
     ),
 ]
 
@@ -71,7 +74,7 @@ def up(
     Example: `rollmesh up run.yaml --set trainer.train_steps=10`
     """
     with clear_errors():
-        overrides = _overrides(set_, folder)
+        overrides = overrides_of(set_, folder)
         config = load_run(run, [*INLINE_OVERRIDES, *overrides] if inline else overrides)
         check_unless_forced(lambda: check_configured(config, this_machine()), force=force)
         raise typer.Exit(run_to_report(config, run_console(), inline=inline))
@@ -98,7 +101,7 @@ def demo(
     Example: `rollmesh demo`
     """
     with clear_errors():
-        overrides = [*(_ADAPTER_DEMO if adapter else ()), *_overrides(set_, folder)]
+        overrides = [*(_ADAPTER_DEMO if adapter else ()), *overrides_of(set_, folder)]
         config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
         raise typer.Exit(run_to_report(config, run_console()))
 
@@ -117,7 +120,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
         check_inline(config)
     # A breakpoint in the user's code is to stop in this process, not in the trial's.
     for note in check_run(config, tries_inputs=not inline).notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, note)
     folder = make_run_folder(config).path
     try:
         account = _run(config, folder, console, inline_services(config) if inline else None)
@@ -125,7 +128,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
             accepted = close_run(folder, account, console)
         except OSError as error:
             text = f"the report cannot be written: {error}; to retry: rollmesh audit {folder}; rollmesh report {folder}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, text)
             return EXIT_STOPPED if account is None else 1
     except (PoliciesRefused, ServiceFailed):
         with contextlib.suppress(OSError, ConfigError):  # the report helps to diagnose the failure
@@ -140,12 +143,12 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
     if account is None:
         return EXIT_STOPPED
     print_summary(summarise(folder), console)
-    console.print(f"report: {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+    print_line(console, f"report: {folder / 'report.html'}")
     try:
         for line in trained_model_lines(folder):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, line)
     except CheckpointError as error:
-        console.print(f"the trained model: {error}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"the trained model: {error}")
     return 0 if accepted else 1
 
 
@@ -166,10 +169,6 @@ def _run(config: RunConfig, folder: Path, console: Console, serve: Mapping[str, 
     finally:
         with contextlib.suppress(OSError):  # unwritten lines on a full disk
             log.close()
-
-
-def _overrides(set_: Sequence[str] | None, folder: Path | None) -> list[str]:
-    return [*(set_ or ()), *([text_override("folder", folder)] if folder else [])]
 
 
 _ROWS: Mapping[str, Callable[[], str]] = {"countdown": starter_rows}
@@ -214,3 +213,67 @@ def starter_files(task: str) -> dict[str, str]:
     starter = recipe_file(task, "starter")
     texts = {file.name: file.read_text(encoding="utf-8") for file in sorted(starter.iterdir()) if file.is_file()}
     return {**texts, DATA_FILE: _ROWS[task]()}
+
+
+def sft(
+    run: RunFileArgument,
+    set_: SetOption = None,
+    folder: FolderOption = None,
+    supervised_by: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Fine-tune a model on rows of prompt and response, or of chats, without queue and services.
+
+    The run file has `name`, `folder`, `model.path`, and `data.train`, a list of JSONL or Parquet files. A row has the
+    texts `prompt` and `response`, or `messages`, a chat; the loss is that of the response, or of the assistant.
+    Often set: `data.evaluation` (files of held-out rows, whose loss is shown), `trainer.epochs` or
+    `trainer.train_steps`, `trainer.batch_rows`, `trainer.learning_rate`, `trainer.lr_schedule`, `model.adapter`,
+    `launcher.trainer_processes`. All fields: docs/reference/sft-file.md.
+
+    The run folder gets the trained model in `model`, for `model.path` of a run or for transformers, and a line for
+    each step in `metrics.jsonl`. Ctrl-C ends after the current step; the same command continues, also after a kill, to
+    the same weights.
+
+    Example: `rollmesh sft warm-start.yaml --set trainer.epochs=3`
+    """
+    with clear_errors():
+        config = load_config(SftConfig, run, overrides_of(set_, folder), {})
+        if supervised_by is not None:
+            raise typer.Exit(_be_a_rank(config, supervised_by))
+        path = made_folder(config.folder, "checkpoints")
+        if (path / "config.yaml").exists():
+            raise ConfigError(f"folder={path}: holds a run of rollmesh up (config.yaml); name another folder")
+        config = config.model_copy(update={"folder": str(path)})
+        with locked_folder(path, "stop it first, or name another folder") as lock:
+            if config.launcher.trainer_processes > 1:
+                status, stopped = run_ranks(config, lock)
+            else:
+                stop = StopRequest()
+                with stop.watched():
+                    status, stopped = (0, False) if _train(config, stop, shown=True) else (EXIT_UNFINISHED, True)
+    if stopped and status != 0:
+        typer.echo("stopped; the same command continues this run")
+        raise typer.Exit(EXIT_STOPPED)
+    if status != 0:  # the ranks have said why
+        raise typer.Exit(EXIT_ERROR)
+    typer.echo(f"trained model: {path / 'model'}")
+    typer.echo("to train it further: model.path in a run file; to load it: transformers.AutoModelForCausalLM")
+
+
+def _be_a_rank(config: SftConfig, launcher: int) -> int:
+    """Train as one rank below torchrun, and return its exit status."""
+    die_with_parent(launcher)
+    leads = os.environ["RANK"] == "0"
+    stop = StopRequest()
+    try:
+        with stop.watched():
+            return 0 if _train(config, stop, shown=leads) else EXIT_UNFINISHED
+    except RollmeshError as error:
+        if leads or not error.final:  # a final error, as of the run file, is that of every rank
+            typer.echo(f"error {error}", err=True)
+        return EXIT_CONFIG if error.final else 1
+
+
+def _train(config: SftConfig, stop: StopRequest, *, shown: bool) -> bool:
+    """Train; return False if a stop came first."""
+    module: Any = heavy_module("rollmesh.sft.fine_tuning", "rollmesh sft")
+    return module.fine_tune(config, stop, sys.stdout if shown else None) is not None

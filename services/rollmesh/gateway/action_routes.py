@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Path
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import check_scale
 from rollmesh.errors import ConfigError, Conflict
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.events import GatewayMetrics
 from rollmesh.gateway.models.items import Done, ScaleRequest
 from rollmesh.gateway.read_routes import PREFIX, TrajectoryId, error_responses
 from rollmesh.runtime.api_app import Check

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -12,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollmesh.gateway.models.live import EvaluationView, Rates, Series, SeriesAnswer, StalenessBin, StepReportView
+from rollmesh.gateway.models.live import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
 from rollmesh.runtime.request_guard import BadRequest
-from rollmesh.step_metrics import Pace, curves, lookup, number
+from rollmesh.step_metrics import Pace, RateWindow, curves, lookup, number
 
 MOST_POINTS = 4096
 
@@ -91,29 +90,6 @@ class Curve:
 def _merged(points: Sequence[CurveRange], size: int) -> list[CurveRange]:
     """Merge every ``size`` neighbors into one point."""
     return [reduce(CurveRange.merged, points[at : at + size]) for at in range(0, len(points), size)]
-
-
-_RATE_SECONDS = 10.0
-_RATES = ("saved_tokens_total", "finished_total", "consumed_total")
-
-
-class RateWindow:
-    """Growth rates of lifetime counters over the last seconds."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, tuple[int, ...]]] = deque()
-
-    def update(self, now: float, totals: Mapping[str, int]) -> Rates:
-        """Add the newest totals and return the rates."""
-        values = tuple(totals.get(name, 0) for name in _RATES)
-        if self._points and values[0] < self._points[-1][1][0]:
-            self._points.clear()  # Redis was restored to an earlier state
-        self._points.append((now, values))
-        while len(self._points) > 2 and now - self._points[0][0] > _RATE_SECONDS:
-            self._points.popleft()
-        (before, first), span = self._points[0], now - self._points[0][0]
-        rates = [(last - start) / span if now > before else 0.0 for start, last in zip(first, values, strict=True)]
-        return Rates(saved_tokens_per_second=rates[0], finished_per_second=rates[1], trained_groups_per_second=rates[2])
 
 
 _LIVE = {
@@ -293,8 +269,7 @@ class TimelineFile:
         self._newest = seconds
         if before is not None and seconds >= before:
             return
-        rates = self._rates.update(seconds, {"saved_tokens_total": saved})
-        values = {"tokens_per_second": rates.saved_tokens_per_second}
+        values = {"tokens_per_second": self._rates.update(seconds, saved)[0]}
         for curve, name in _FIELDS:
             if isinstance(view.get(name), int | float):
                 values[curve] = float(view[name])

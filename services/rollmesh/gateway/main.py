@@ -13,7 +13,7 @@ from fastapi.staticfiles import StaticFiles
 from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig
 from rollmesh.gateway.action_routes import ActionRoutes
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.events import GatewayMetrics
 from rollmesh.gateway.live_reads import LiveReads
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent

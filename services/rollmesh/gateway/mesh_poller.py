@@ -11,11 +11,18 @@ from typing import Any
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import StoreError
-from rollmesh.gateway.curves import Curves, RateWindow, TimelineFile
-from rollmesh.gateway.events import EventHub
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.curves import Curves, TimelineFile
+from rollmesh.gateway.events import EventHub, GatewayMetrics
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, read_snapshot
-from rollmesh.gateway.models.live import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
+from rollmesh.gateway.models.live import (
+    EvaluationView,
+    Overview,
+    Rates,
+    SnapshotEvent,
+    TickEvent,
+    Timeline,
+    TimelineDelta,
+)
 from rollmesh.gateway.models.overview import EndEvent
 from rollmesh.gateway.timeline_tracker import TimelineTracker
 from rollmesh.runtime.endpoints import ServiceStates, read_endpoints
@@ -25,6 +32,7 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.request_guard import Busy
 from rollmesh.scheduling import Schedule
+from rollmesh.step_metrics import RateWindow
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import TrajectoryMark
 
@@ -40,6 +48,11 @@ _SCAN_COUNT = 512
 """Leased trajectories scanned per session and poll, to find new ones."""
 _REPORTS_PER_LOOK = 500
 """Maximum number of reports read from the queue per poll; later polls read the rest."""
+_RATES = {
+    "saved_tokens_per_second": "saved_tokens_total",
+    "finished_per_second": "finished_total",
+    "trained_groups_per_second": "consumed_total",
+}
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -154,7 +167,8 @@ class MeshPoller:
     def _apply(self, snapshot: MeshSnapshot) -> None:
         now = snapshot.view.now
         self._polled_at = time.monotonic()
-        rates = self._rates.update(now, snapshot.counts.totals)
+        totals = (snapshot.counts.totals.get(name, 0) for name in _RATES.values())
+        rates = Rates(**dict(zip(_RATES, self._rates.update(now, *totals), strict=True)))
         self.curves.add_poll(
             now,
             {
@@ -187,11 +201,7 @@ class MeshPoller:
             return
         self._overview = self._overview.model_copy(update={"state": "unreachable", "waiting_for": message})
         timeline = self.timeline()
-        self._publish(
-            TimelineDelta(
-                time=timeline.time, in_flight=timeline.in_flight, left_out=timeline.left_out, changed=[], removed=[]
-            )
-        )
+        self._publish(TimelineDelta(time=timeline.time, in_flight=timeline.in_flight, left_out=timeline.left_out))
 
     async def _follow(self, snapshot: MeshSnapshot) -> TimelineDelta:
         """Return the changes of the followed rollouts, and new rollouts if there is room."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.models.live import (
@@ -108,10 +108,7 @@ def generator_views(records: Sequence[GeneratorRecord], newest_version: int) -> 
 
 def _domain_views(totals: Mapping[str, DomainTotals]) -> tuple[DomainView, ...]:
     largest = sorted(totals.items(), key=lambda item: (-item[1].drawn, item[0]))[:MOST_DOMAINS]
-    return tuple(
-        DomainView(domain=name, drawn=t.drawn, completed=t.completed, solved=t.solved, tokens=t.tokens)
-        for name, t in largest
-    )
+    return tuple(DomainView(domain=name, **asdict(found)) for name, found in largest)
 
 
 def build_overview(
@@ -137,7 +134,6 @@ def build_overview(
     return Overview(
         run=run,
         time=view.now,
-        age_seconds=0.0,
         state=state,
         waiting_for=waiting_for,
         paused_by_person=view.user_paused,

@@ -21,9 +21,9 @@ from rollmesh.config.data import JsonlSource
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.evaluation_journal import Evaluation
 from rollmesh.launcher.local_mesh import OFTEN_SECONDS, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
+from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.model_export import published_record
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.store.evaluation_requests import due_at_end, evaluation_request

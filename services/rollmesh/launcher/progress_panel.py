@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,15 @@ from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import duration
 from rollmesh.runtime.growing_files import JsonLinesTail
-from rollmesh.step_metrics import Pace
+from rollmesh.step_metrics import Pace, RateWindow
 
 TRAINING = "the last train step"
 """Event that the launcher waits for during training."""
 _LINE_SECONDS = 5.0
-_RATE_WINDOW_SECONDS = 10.0
 _BAR_COLUMNS = 40
 _PANEL_COLUMNS = 4
 """Columns of the panel's border and padding."""
 _NOTHING = "-"
-
-
-@dataclass(slots=True)
-class _Rates:
-    points: list[tuple[float, float]] = field(default_factory=list)
-
-    def update(self, t: float, total: float) -> float:
-        self.points.append((t, total))
-        while len(self.points) > 2 and t - self.points[0][0] > _RATE_WINDOW_SECONDS:
-            self.points.pop(0)
-        (t0, first), (t1, last) = self.points[0], self.points[-1]
-        return (last - first) / (t1 - t0) if t1 > t0 else 0.0
 
 
 class RunProgress:
@@ -55,7 +41,7 @@ class RunProgress:
         self._steps = train_steps
         self._metrics = JsonLinesTail(metrics)
         self._samples = JsonLinesTail(samples)
-        self._rates = _Rates()
+        self._rates = RateWindow()
         self._pace = Pace()
         self._reward_notes = RewardNotes(train_steps)
         self._start = time.monotonic()
@@ -100,7 +86,7 @@ class RunProgress:
             self.note(text)
         for record in self._samples.read():
             self._sample = record
-        rate = self._rates.update(sample.t, sample.generated_token_total)
+        (rate,) = self._rates.update(sample.t, sample.generated_token_total)
         hold = _hold_reason(sample, agents_url) or _NOTHING
         facts = {
             **_facts(sample, self._report, rate, self._steps, hold),

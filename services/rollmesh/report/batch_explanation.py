@@ -23,7 +23,7 @@ from rollmesh.config.loss_methods import MASKS, OWN_MASK
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import known_train_steps, open_checkpoints
-from rollmesh.report.console import listed
+from rollmesh.report.console import listed, print_line
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.types import Batch, PolicyRecord, Trajectory
 
@@ -128,7 +128,7 @@ def explain_batch(
     for trajectory in explained.trajectories:
         print_explanation(trajectory, console)
     for note in explained.notes:
-        console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"note: {note}", style="yellow")
 
 
 def explained_batch(

@@ -100,6 +100,11 @@ class RunConsole(OutputConsole):
 Kind = TypeVar("Kind", bound=OutputConsole)
 
 
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print a text as it is, on one line at any width."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def output_console(*, stderr: bool = False) -> OutputConsole:
     """Return a console for tables and sentences."""
     return _console(OutputConsole, stderr=stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -13,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring, TeacherCheck
-from rollmesh.report.console import count, domain_scores, duration, fewer_prompts, gap, listed, percent, plus_minus
+from rollmesh.report.console import count, domain_scores, duration, gap, listed, percent, plus_minus
+from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
-from rollmesh.report.series import EvaluationPoint, seconds_of_training
+from rollmesh.report.series import seconds_of_training
 from rollmesh.report.summary import RunSummary, summarise
 
 NOISE_STANDARD_ERRORS = 2.0
@@ -76,9 +76,9 @@ def _drafts(summary: RunSummary) -> str | None:
     return None if accepted is None or not drafted else f"{accepted:,} of {drafted:,}"
 
 
-def moment(point: EvaluationPoint, summary: RunSummary) -> str:
+def moment(point: Evaluation, summary: RunSummary) -> str:
     """Describe the time of an evaluation relative to the training."""
-    if not summary.sessions or math.isnan(point.when):
+    if not summary.sessions or point.when is None:
         return ""
     if point.when <= summary.sessions[0][0]:
         return "before training"
@@ -104,7 +104,7 @@ def _domain(totals: Mapping[str, int]) -> str:
     return f"{drawn:,} groups drawn, {completed:,} trajectories completed, {solved:,} solved{rate}, {tokens:,} tokens"
 
 
-def _point(point: EvaluationPoint | None) -> str | None:
+def _point(point: Evaluation | None) -> str | None:
     if point is None:
         return None
     return f"{point.mean:.3f} {plus_minus(point.standard_error)} (n={point.n}, policy version {point.policy_version})"
@@ -159,16 +159,15 @@ def _evaluation(summary: RunSummary) -> Iterator[Sentence]:
         return
     before, after, (difference, error) = summary.before, summary.after, summary.gain
     text = f"{name} on the evaluation prompts: {_point(before)} before, {_point(after)} after"
-    if math.isnan(error):
+    if error is None:
         yield Sentence(f"{text}; no standard error is known, so the difference is not judged.")
     elif abs(difference) < NOISE_STANDARD_ERRORS * error:
         yield Sentence(f"{text}. The difference of {difference:+.3f} is within noise (standard error {error:.3f}).")
     else:
         change = "gain" if difference > 0 else "loss"
         yield Sentence(f"{text}: a {change} of {abs(difference):.3f} ± {error:.3f}.", bad=difference < 0)
-    if after.requested_prompts > after.existing_prompts:
-        shortage = fewer_prompts(after.requested_prompts, after.existing_prompts)
-        yield Sentence(f"{shortage[0].upper()}{shortage[1:]}.")
+    if after.shortage:
+        yield Sentence(f"{after.shortage[0].upper()}{after.shortage[1:]}.")
 
 
 def _waste(summary: RunSummary) -> Iterator[Sentence]:

@@ -1,4 +1,4 @@
-"""Columns of metrics.jsonl, timeline.jsonl and evaluations.jsonl as arrays, for curves and summaries.
+"""Columns of metrics.jsonl and timeline.jsonl as arrays, for curves and summaries.
 
 A missing value is NaN, never 0. After a trainer crash, a step is replayed and logged again: the newest record of a step
 counts.
@@ -16,7 +16,6 @@ import numpy.typing as npt
 from rollmesh import step_metrics
 from rollmesh.gateway.curves import LEAST_PAUSE_SECONDS
 from rollmesh.report.recorded_run import Record
-from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, DomainScore
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -71,30 +70,6 @@ class TimelineSeries:
 
     def __len__(self) -> int:
         return len(self.time)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationPoint:
-    """Evaluation of one policy version; lengths in tokens."""
-
-    policy_version: int
-    n: int
-    mean: float
-    standard_error: float
-    """NaN if unknown."""
-    mean_length: float
-    max_length: float
-    truncated: float
-    """Share of responses truncated by the token budget, 0..1."""
-    seconds: float
-    """Seconds from the request to the result."""
-    when: float
-    """Unix seconds of the result."""
-    domains: Mapping[str, DomainScore]
-    """Scores by domain of the prompts; empty without domains."""
-    requested_prompts: float
-    """evaluation.prompt_count where fewer prompts exist; NaN otherwise."""
-    existing_prompts: float
 
 
 def newest_per_step(records: Sequence[Record]) -> list[Record]:
@@ -190,35 +165,6 @@ def timeline_series(records: Sequence[Record]) -> TimelineSeries:
     )
 
 
-def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
-    """Read the lines of evaluations.jsonl in file order.
-
-    Lines without version, n or mean are skipped, as are lines with n = 0, which have no score.
-    """
-    points: list[EvaluationPoint] = []
-    for record in records:
-        version, n, mean = (number(record, key) for key in ("policy_version", "n", "mean"))
-        if math.isnan(version + n + mean) or n < 1:
-            continue
-        points.append(
-            EvaluationPoint(
-                policy_version=int(version),
-                n=int(n),
-                mean=mean,
-                standard_error=number(record, "standard_error") if n > 1 else math.nan,
-                mean_length=number(record, "mean_length"),
-                max_length=number(record, "max_length"),
-                truncated=number(record, "truncated_share"),
-                seconds=number(record, "seconds"),
-                when=number(record, "when"),
-                domains=record.get("domains", {}),
-                requested_prompts=number(record, REQUESTED_PROMPTS),
-                existing_prompts=number(record, EXISTING_PROMPTS),
-            )
-        )
-    return tuple(points)
-
-
 def published_versions(
     metrics: Iterable[Record], timeline: Iterable[Record], evaluations: Iterable[Record]
 ) -> dict[int, int]:
@@ -262,18 +208,6 @@ def binned(time: FloatArray, values: FloatArray, limit: int = 360) -> tuple[Floa
 
     means = np.array([mean(row) for row in np.atleast_2d(values)], np.float64)
     return mean(time), means.reshape(*values.shape[:-1], np.count_nonzero(used))
-
-
-def smoothed(values: FloatArray, window: int) -> FloatArray:
-    """Compute the centred moving mean over up to ``window`` values without NaN; same length."""
-    if window <= 1 or len(values) == 0:
-        return values
-    known = ~np.isnan(values)
-    kernel = np.ones(min(window, len(values)))
-    total = np.convolve(np.where(known, values, 0.0), kernel, "same")
-    count = np.convolve(known.astype(np.float64), kernel, "same")
-    mean: FloatArray = np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
-    return mean
 
 
 def rate(time: FloatArray, total: FloatArray) -> tuple[FloatArray, FloatArray]:

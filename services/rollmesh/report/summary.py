@@ -13,12 +13,12 @@ import numpy as np
 from rollmesh.errors import DataError
 from rollmesh.mesh import WasteReason
 from rollmesh.report.audit_result import AuditResult, read_audit
+from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.recorded_run import Record, RecordedRun
 from rollmesh.report.series import (
     FloatArray,
     TimelineSeries,
     TrainSeries,
-    evaluation_points,
     newest_per_step,
     number,
     published_versions,
@@ -66,7 +66,7 @@ class RunSummary:
         records = (run.metrics.records, run.timeline.records, run.evaluations.records)
         self.policy_versions = len(published_versions(*records)) or None
         """Number of published versions, including the initial one."""
-        self.evaluations = evaluation_points(run.evaluations.records)
+        self.evaluations = Evaluation.read(run.evaluations.records)
         by_version = {point.policy_version: point for point in self.evaluations}
         self.before = by_version[min(by_version)] if len(by_version) > 1 else None
         """Newest evaluation of the oldest evaluated version; None if only one version was evaluated."""
@@ -217,11 +217,12 @@ class RunSummary:
         return f"{self.audit.verdict.value}{f', {self.audited_part}' if self.audited_part else ''}"
 
     @property
-    def gain(self) -> tuple[float, float] | None:
-        """(after - before, standard error for independent evaluations); None without both."""
+    def gain(self) -> tuple[float, float | None] | None:
+        """(after - before, standard error for independent evaluations if both are known); None without both."""
         if self.before is None or self.after is None:
             return None
-        error = math.hypot(self.before.standard_error, self.after.standard_error)
+        one, other = self.before.standard_error, self.after.standard_error
+        error = None if one is None or other is None else math.hypot(one, other)
         return self.after.mean - self.before.mean, error
 
 

@@ -35,7 +35,7 @@ async def overview(mesh: LocalMesh) -> Overview:
         await read_snapshot(mesh.store),
         run=mesh.config.name,
         schedule=Schedule.from_config(mesh.config),
-        rates=Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
+        rates=Rates(),
         curves=Curves(),
         evaluations=[],
         running={},

@@ -8,55 +8,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import (
     binned,
-    evaluation_points,
-    newest_per_step,
-    number,
     rate,
-    smoothed,
     timeline_series,
     train_series,
 )
 from rollmesh.report.summary import summarise
-from rollmesh.report.view.recorded_curves import recorded_evaluations, recorded_policies
+from rollmesh.report.view.recorded_curves import recorded_policies
 from rollmesh.step_metrics import STEP_METRICS
 
 from .made_run import make_run, write_lines
 
 
-def test_a_missing_text_or_infinite_value_is_nan_and_never_zero() -> None:
-    record = {"text": "1", "flag": True, "infinite": float("inf"), "nested": {"deep": 2}}
-    assert np.isnan([number(record, key) for key in ("text", "flag", "infinite", "absent", "nested")]).all()
-    assert number(record, "nested.deep") == 2.0
-
-
-def test_a_replayed_step_counts_once_and_its_newest_record_wins() -> None:
-    records = [
-        {"train_step": s, "batch": {"outcome_mean": r}} for s, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35))
-    ]
-    assert [r["train_step"] for r in newest_per_step(records)] == [1, 2, 3]
-    assert train_series(records)["batch.outcome_mean"].tolist() == [0.1, 0.25, 0.35]
-
-
-def test_every_column_of_a_real_step_report_is_found(run_folder: Path) -> None:
-    series = train_series(RecordedRun(run_folder).metrics.records)
-    for name, values in {**series.columns, "step_seconds": series.step_seconds}.items():
-        assert len(values) > 0, name
-        assert not np.isnan(values).any(), name
+def test_every_column_of_a_real_step_report_is_found_and_what_is_no_finite_number_is_nan(run_folder: Path) -> None:
+    records = RecordedRun(run_folder).metrics.records
+    series = train_series(records)
     assert series.columns.keys() == {metric.field for metric in STEP_METRICS}
-    assert sum(series.staleness_counts.values()) > 0
+    for name, values in {**series.columns, "step_seconds": series.step_seconds}.items():
+        assert len(values) == 12 and not np.isnan(values).any(), name
+    for wrong in ("1", True, float("inf"), None):
+        assert np.isnan(train_series([*records, {"train_step": 13, "loss": wrong}])["loss"][-1])
 
 
-def test_staleness_counts_are_summed_over_the_run_in_order() -> None:
-    records = [
-        {"train_step": 1, "batch": {"trajectory_staleness": {"histogram": {"0": 4}}}},
-        {"train_step": 2, "batch": {"trajectory_staleness": {"histogram": {"10": 1, "2": 3, "0": 1}}}},
-        {"train_step": 3},
-    ]
-    assert dict(train_series(records).staleness_counts) == {0: 5.0, 2: 3.0, 10: 1.0}
-    assert list(train_series(records).staleness_counts) == [0, 2, 10]
+def test_a_step_that_was_trained_again_counts_once_with_its_newest_record_and_histograms_are_summed() -> None:
+    counts = ({"0": 4}, {"9": 9}, {"10": 1, "2": 3, "0": 1}, {})
+    batches = [{"outcome_mean": s / 4, "trajectory_staleness": {"histogram": n}} for s, n in enumerate(counts)]
+    series = train_series([{"train_step": s, "batch": b} for s, b in zip((1, 2, 2, 3), batches, strict=True)])
+    assert series["batch.outcome_mean"].tolist() == [0.0, 0.5, 0.75]
+    assert list(series.staleness_counts.items()) == [(0, 5.0), (2, 3.0), (10, 1.0)]
 
 
 def test_generated_tokens_never_fall_when_a_launcher_starts_again() -> None:
@@ -83,9 +65,8 @@ def test_in_flight_calls_are_counted_by_version_over_all_generators() -> None:
 
 
 def test_evaluations_without_a_mean_are_left_out() -> None:
-    points = evaluation_points([{"policy_version": 0, "n": 4, "mean": 0.5}, {"policy_version": 1, "n": 4}])
-    assert [p.policy_version for p in points] == [0]
-    assert np.isnan(points[0].standard_error)
+    (found,) = Evaluation.read([{"policy_version": 0, "n": 4, "mean": 0.5}, {"policy_version": 1, "n": 4}])
+    assert (found.policy_version, found.standard_error) == (0, None)
 
 
 def test_binning_keeps_the_mean_and_leaves_short_series_alone() -> None:
@@ -99,23 +80,10 @@ def test_binning_keeps_the_mean_and_leaves_short_series_alone() -> None:
     assert binned(time, np.empty((0, 10_000)), limit=100)[1].shape == (0, 100), "a mesh in which no call ever ran"
 
 
-def test_smoothing_ignores_gaps_and_keeps_constants() -> None:
-    values = np.array([2.0, np.nan, 2.0, 2.0])
-    assert smoothed(values, 3).tolist() == [2.0, 2.0, 2.0, 2.0]
-    assert np.isnan(smoothed(np.full(3, np.nan), 3)).all()
-
-
 def test_a_rate_is_per_second_and_skips_repeated_moments() -> None:
     moments, per_second = rate(np.array([0.0, 2.0, 2.0, 3.0]), np.array([0.0, 10.0, 10.0, 13.0]))
     assert moments.tolist() == [2.0, 3.0]
     assert per_second.tolist() == [5.0, 3.0]
-
-
-def test_an_evaluation_of_one_sample_has_no_standard_error(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=4)
-    lines = [{"policy_version": v, "n": n, "mean": 0.5, "standard_error": 0.1} for v, n in ((0, 1), (4, 2))]
-    write_lines(run / "evaluations.jsonl", lines)
-    assert [point.standard_error for point in recorded_evaluations(RecordedRun(run))] == [None, 0.1]
 
 
 def test_policies_that_rollbacks_published_for_an_unchanged_train_step_are_listed(tmp_path: Path) -> None:

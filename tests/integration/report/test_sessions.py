@@ -49,14 +49,18 @@ def stopped_after_six_of_twelve(tmp_path: Path, make_run: Callable[..., Path], r
 
 def test_training_time_is_summed_over_sessions(stopped_after_six_of_twelve: Path) -> None:
     summary = summarise(stopped_after_six_of_twelve)
-    assert summary.training_seconds == pytest.approx(2 * (5 * SECONDS + STEP))
-    assert len(summary.sessions) == 2
+    assert summary.training_seconds == pytest.approx(2 * (5 * SECONDS + STEP)) and len(summary.sessions) == 2
+    assert [moment(each, summary) for each in summary.evaluations] == ["before training", "after training"]
     run = RecordedRun(stopped_after_six_of_twelve)
     series = train_series(run.metrics.records, run.timeline.records)
     seconds = seconds_of_training(series.sessions, series["time"])
     assert seconds[[0, 5, 6, 11]] == pytest.approx([STEP, 5 * SECONDS + STEP, 5 * SECONDS + 2 * STEP, 50 + 2 * STEP])
-    assert moment(summary.evaluations[0], summary) == "before training"
-    assert moment(summary.evaluations[-1], summary) == "after training"
+    shown = recorded_overview(run, recorded_curves(run)).elapsed_seconds
+    assert shown is not None and shown < 12 * SECONDS + 60 < PAUSE
+    timeline, curves = TimelineFile(), Curves()  # of a live page
+    for moment_of_record in (100.0, 101.0, 102.0, 928.0, 929.0):
+        timeline.add({"view": {}, "t": moment_of_record, "saved_token_total": 0}, curves)
+    assert timeline.begin_time == 926.0
 
 
 def test_the_start_of_a_session_is_no_training_time_although_its_launcher_records_it(
@@ -86,19 +90,6 @@ def test_a_long_step_and_a_long_evaluation_are_no_pauses() -> None:
     assert pauses_of(none, np.array([10.0, 20.0, 30.0, 330.0]), np.array([9.0, 9.0, 9.0, 9.0])).tolist() == [[30, 321]]
 
 
-def test_the_time_that_a_live_page_shows_does_not_count_the_time_between_sessions() -> None:
-    timeline, curves = TimelineFile(), Curves()
-    for moment_of_record in (100.0, 101.0, 102.0, 928.0, 929.0):
-        timeline.add({"view": {}, "t": moment_of_record, "saved_token_total": 0}, curves)
-    assert timeline.begin_time == 926.0
-
-
-def test_a_recorded_page_shows_the_time_without_pauses(stopped_after_six_of_twelve: Path) -> None:
-    run = RecordedRun(stopped_after_six_of_twelve)
-    shown = recorded_overview(run, recorded_curves(run)).elapsed_seconds
-    assert shown is not None and shown < 12 * SECONDS + 60 < PAUSE
-
-
 def test_a_finished_run_states_when_it_ended_its_reward_evaluation_and_audit(tmp_path: Path) -> None:
     rows = dict(ending(RecordedRun(make_run(tmp_path / "run", steps=10, seconds=5.0)), now=START + 60 + 7200))
     assert rows["state"].startswith("finished: train step 10 of 10 at ")
@@ -120,23 +111,15 @@ def test_a_run_that_ended_early_was_stopped_or_has_failed(tmp_path: Path) -> Non
     assert dict(ending(RecordedRun(run)))["state"].startswith("stopped before the first train step")
 
 
-def test_a_launcher_is_known_by_its_process_and_a_reused_process_id_is_none(tmp_path: Path) -> None:
+def test_a_launcher_is_known_by_its_process_and_one_of_another_host_is_not_called_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2)
     assert not has_launcher(run)
     with locked_run_folder(load_run_config(run / "config.yaml")):
-        assert has_launcher(run)
-        os.utime(run / "lock", (1.0, 1.0))  # older than this process
+        assert (has_launcher(run), distant_launcher(run)) == (True, "")
+        os.utime(run / "lock", (1.0, 1.0))  # older than this process, whose number is another's then
         assert not has_launcher(run)
-    assert not has_launcher(run)
-
-
-def test_a_launcher_of_another_host_is_not_called_stopped(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=2)
-    with locked_run_folder(load_run_config(run / "config.yaml")):
-        assert distant_launcher(run) == ""
         (run / "lock").write_text("1 node-a")
-        assert has_launcher(run)
-        assert distant_launcher(run) == "pid 1 on node-a"
+        assert (has_launcher(run), distant_launcher(run)) == (True, "pid 1 on node-a")
         for name in ("lock", "timeline.jsonl"):
             os.utime(run / name, (1.0, 1.0))  # nothing is recorded any more
         assert (has_launcher(run), distant_launcher(run)) == (False, "")

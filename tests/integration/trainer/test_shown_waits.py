@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config import write_run_config
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.events import GatewayMetrics
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.launcher.console_notes import ServiceWatch
 from rollmesh.runtime.endpoints import AdminClient, ServiceStates

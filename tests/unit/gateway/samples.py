@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot
-from rollmesh.gateway.models.live import MemoryView, Overview, Rates, Staleness
+from rollmesh.gateway.models.live import Overview, Staleness
 from rollmesh.mesh import Desired, MeshView
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
@@ -17,33 +17,22 @@ def overview(**changes: Any) -> Overview:
     values: dict[str, Any] = {
         "run": "demo",
         "time": 100.0,
-        "age_seconds": 0.0,
         "state": "running",
         "waiting_for": "",
-        "paused_by_person": False,
         "train_step": 3,
         "train_steps": 40,
         "cut_step": 4,
         "newest_version": 3,
         "newest_train_step": 3,
-        "pinned_version": None,
-        "rollback_to": None,
         "pool_size": 24,
         "trajectories": {"pending": 2, "leased": 20, "partial": 1},
         "groups": {"open": 6, "ready": 2, "cut": 0},
         "staleness": Staleness(bound=4, queue=[], trained=[]),
         "drops": [],
         "waste": (),
-        "generators": [],
-        "generator_count": 0,
         "evaluations": [],
-        "memory": MemoryView(used_bytes=1_000_000, max_bytes=0, ratio=0.0),
-        "rates": Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
         "report": None,
         "totals": {},
-        "workers": 1,
-        "dead_letters": 0,
-        "services": [],
     }
     return Overview(**{**values, **changes})
 

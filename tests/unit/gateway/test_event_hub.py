@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.events import EventHub
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.events import EventHub, GatewayMetrics
 from rollmesh.gateway.models.live import SnapshotEvent, TickEvent, Timeline, TimelineDelta
 from rollmesh.gateway.models.overview import EndEvent
 from rollmesh.runtime.metrics import Metrics
@@ -19,8 +18,7 @@ from .samples import overview
 
 
 def tick(time: float) -> TickEvent:
-    delta = TimelineDelta(time=time, in_flight=0, left_out=0, changed=[], removed=[])
-    return TickEvent(overview=overview(), timeline=delta)
+    return TickEvent(overview=overview(), timeline=TimelineDelta(time=time, in_flight=0, left_out=0))
 
 
 def snapshot() -> SnapshotEvent:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from rollmesh.config import RunConfig
-from rollmesh.gateway.curves import Curves, RateWindow
+from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, run_state
 from rollmesh.gateway.models.live import Overview, Rates
 from rollmesh.mesh import Desired
 from rollmesh.prompt_history import DomainTotals
 from rollmesh.scheduling import Schedule
+from rollmesh.step_metrics import RateWindow
 from rollmesh.store.policy_registry import HeldPin
 from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
 
@@ -34,7 +35,7 @@ def built(one: MeshSnapshot, **changes: Any) -> Overview:
     values: dict[str, Any] = {
         "run": "demo",
         "schedule": SCHEDULE,
-        "rates": Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
+        "rates": Rates(),
         "curves": Curves(),
         "evaluations": [],
         "running": {},
@@ -118,14 +119,13 @@ def test_services_tell_what_runs_and_what_was_asked_for() -> None:
 
 def test_rates_are_those_of_the_last_seconds_and_survive_a_redis_that_went_back() -> None:
     window = RateWindow()
-    assert window.update(0.0, {"saved_tokens_total": 0}).saved_tokens_per_second == 0.0
+    assert window.update(0.0, 0, 0) == [0.0, 0.0]
     for second in range(1, 61):
         total = 100 * second if second <= 40 else 4000 + 300 * (second - 40)
-        rates = window.update(float(second), {"saved_tokens_total": total, "finished_total": second})
-    assert rates.saved_tokens_per_second == pytest.approx(300.0)
-    assert rates.finished_per_second == pytest.approx(1.0)
-    assert window.update(61.0, {"saved_tokens_total": 10}).saved_tokens_per_second == 0.0
-    assert window.update(62.0, {"saved_tokens_total": 60}).saved_tokens_per_second == pytest.approx(50.0)
+        rates = window.update(float(second), total, second)
+    assert rates == pytest.approx([300.0, 1.0])
+    assert window.update(61.0, 10, 60) == [0.0, 0.0]
+    assert window.update(62.0, 60, 62) == pytest.approx([50.0, 2.0])
 
 
 def test_only_finished_evaluations_are_points_and_the_newest_of_a_version_counts() -> None:

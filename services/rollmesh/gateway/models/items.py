@@ -18,13 +18,20 @@ QueueOrder = Literal["queue", "reward", "tokens"]
 """Order of the rows of the queue; ``queue`` is oldest group first."""
 
 
-class TrajectorySummary(ApiModel):
-    """One row of the list."""
+class TrajectoryView(ApiModel):
+    """What every view of a trajectory has."""
 
     id: str
     """Trajectory id."""
     group_id: str
     """Id of its group."""
+    finish_reason: str | None
+    """Reason for its end."""
+
+
+class TrajectorySummary(TrajectoryView):
+    """One row of the list."""
+
     state: str
     """State of the trajectory."""
     tokens: int
@@ -35,8 +42,6 @@ class TrajectorySummary(ApiModel):
     """Newest version at its first lease."""
     newest_version: int | None
     """Version that wrote its newest tokens."""
-    finish_reason: str | None
-    """Reason for its end."""
     reward: float | None
     """Shaped reward."""
     train_step: int | None = None
@@ -92,13 +97,9 @@ class Outcome(ApiModel):
     """Message of the verifier."""
 
 
-class TrajectoryDetail(ApiModel):
+class TrajectoryDetail(TrajectoryView):
     """One trajectory with its tokens."""
 
-    id: str
-    """Trajectory id."""
-    group_id: str
-    """Id of its group."""
     members: list[str]
     """All trajectories of the group."""
     member_rewards: tuple[float | None, ...] = ()
@@ -117,8 +118,6 @@ class TrajectoryDetail(ApiModel):
     """Newest version at its first lease."""
     policy_versions: list[int]
     """Versions that wrote tokens, ascending."""
-    finish_reason: str | None
-    """Reason for its end."""
     outcome: Outcome | None
     """Score; null until it is scored."""
     shaped_reward: float | None
@@ -230,21 +229,15 @@ BatchOrder = Literal["batch", "reward", "tokens"]
 """Order of the rows of a batch; ``batch`` is the order of training."""
 
 
-class BatchTrajectory(ApiModel):
+class BatchTrajectory(TrajectoryView):
     """One trajectory of a batch file."""
 
-    id: str
-    """Trajectory id."""
-    group_id: str
-    """Id of its group."""
     reward: float | None
     """Shaped reward; null without a score."""
     tokens: int
     """Tokens of the response."""
     policy_versions: list[int]
     """Versions that wrote tokens, ascending."""
-    finish_reason: str | None
-    """Reason for its end."""
     preview: str
     """Beginning and end of the response as text, shortened; token ids without a tokenizer."""
 

@@ -121,22 +121,22 @@ class EvaluationView(ApiModel):
 class MemoryView(ApiModel):
     """Memory of the queue's Redis."""
 
-    used_bytes: int
+    used_bytes: int = 0
     """Memory used."""
-    max_bytes: int
+    max_bytes: int = 0
     """Memory limit; 0 means no limit."""
-    ratio: float
+    ratio: float = 0.0
     """Memory used, plus the possible growth of unfinished trajectories, divided by the limit; 0 without a limit."""
 
 
 class Rates(ApiModel):
     """Rates over about the last 10 seconds."""
 
-    saved_tokens_per_second: float
+    saved_tokens_per_second: float = 0.0
     """Tokens saved to the queue."""
-    finished_per_second: float
+    finished_per_second: float = 0.0
     """Trajectories that ended."""
-    trained_groups_per_second: float
+    trained_groups_per_second: float = 0.0
     """Groups consumed by the trainer."""
 
 
@@ -179,13 +179,13 @@ class Overview(ApiModel):
     """Name of the run."""
     time: float
     """Time of the snapshot."""
-    age_seconds: float
+    age_seconds: float = 0.0
     """Seconds since the snapshot; grows while Redis is unreachable."""
     state: RunState
     """State of the run."""
     waiting_for: str
     """Condition that the next batch waits for, or reason that the run has stopped; empty if nothing blocks it."""
-    paused_by_person: bool
+    paused_by_person: bool = False
     """True if an operator paused the run."""
     paused_by: tuple[PausedBy, ...] = ()
     """Causes of the pause; empty while the run is not paused."""
@@ -199,17 +199,17 @@ class Overview(ApiModel):
     """Newest announced policy version; -1 before the first."""
     newest_train_step: int
     """Train step of the newest version."""
-    pinned_version: int | None
+    pinned_version: int | None = None
     """Version that generators are pinned to."""
     pinned_by: Literal["operator", "evaluation"] | None = None
     """Owner of the pin: an evaluation holds one generator, and releases it at its end; null without a pin."""
-    rollback_to: int | None
+    rollback_to: int | None = None
     """Target version of a pending rollback."""
     pool_size: int
     """Maximum number of trajectories in progress."""
-    trajectories: dict[str, int]
+    trajectories: dict[str, int] = Field(default_factory=dict)
     """Trajectories by state: pending, partial, resting, leased, finished, scored, unscorable, dead, surplus."""
-    groups: dict[str, int]
+    groups: dict[str, int] = Field(default_factory=dict)
     """Groups by state: open, ready, cut, aside (waiting to begin again)."""
     staleness: Staleness
     """Staleness histograms."""
@@ -221,25 +221,25 @@ class Overview(ApiModel):
     """Domains of the prompts, those with the most groups first; at most 64, and none in a run without a sampler."""
     domain_count: int = 0
     """Number of all domains."""
-    generators: list[GeneratorView]
+    generators: list[GeneratorView] = Field(default_factory=list)
     """Live generators, serving ones first; at most 256."""
-    generator_count: int
+    generator_count: int = 0
     """Number of all live generators."""
     evaluations: list[EvaluationView]
     """Finished evaluations by version, the newest 64."""
-    memory: MemoryView
+    memory: MemoryView = MemoryView()
     """Memory of the queue."""
-    rates: Rates
+    rates: Rates = Rates()
     """Throughput."""
     report: StepReportView | None
     """Newest train step; null if the trainer's reports cannot be read."""
     totals: dict[str, int]
     """Counts since the start of the run: admitted_total, consumed_total, finished_total, saved_tokens_total, ..."""
-    workers: int
+    workers: int = 0
     """Live rollout workers."""
-    dead_letters: int
+    dead_letters: int = 0
     """Number of dead letters."""
-    services: list[ServiceScale]
+    services: list[ServiceScale] = Field(default_factory=list)
     """Local processes, by service; empty if the run folder is not on this machine."""
     elapsed_seconds: float | None = None
     """Seconds since the first record of the run, or from the first to the last one; null if unknown."""
@@ -285,33 +285,32 @@ class RolloutSpan(ApiModel):
     """Intervals by time."""
 
 
-class Timeline(ApiModel):
-    """Rollouts in progress now or during the last ``window_seconds``, oldest start first."""
+class TimelinePoll(ApiModel):
+    """One poll of the rollouts in progress."""
 
     time: float
     """Time of the poll."""
-    window_seconds: float
-    """Seconds that ended rollouts stay listed."""
     in_flight: int
     """Number of all trajectories in progress."""
     left_out: int
     """Number of trajectories in progress that do not fit in the list."""
+
+
+class Timeline(TimelinePoll):
+    """Rollouts in progress now or during the last ``window_seconds``, oldest start first."""
+
+    window_seconds: float
+    """Seconds that ended rollouts stay listed."""
     rollouts: list[RolloutSpan]
     """Rollouts."""
 
 
-class TimelineDelta(ApiModel):
+class TimelineDelta(TimelinePoll):
     """Changes of one poll: replace the spans with the same id, and drop the removed ones."""
 
-    time: float
-    """Time of the poll."""
-    in_flight: int
-    """Number of all trajectories in progress."""
-    left_out: int
-    """Number of trajectories in progress that do not fit in the list."""
-    changed: list[RolloutSpan]
+    changed: list[RolloutSpan] = Field(default_factory=list)
     """New and changed spans, complete. Spans in progress that are not listed are unchanged."""
-    removed: list[str]
+    removed: list[str] = Field(default_factory=list)
     """Ids that have left the window."""
 
 

@@ -1,4 +1,4 @@
-"""Demonstrations for the warm start: random search in the grammar of the task.
+"""Demonstrations for the warm start: random search in the grammar of the task; and the rows of ``rollmesh init``.
 
 A searcher tries random pairs with random signs until a result matches the target, and sometimes repeats an earlier
 trial. A persistent searcher never gives up; the others give up with a fixed probability after each miss. A model that
@@ -8,10 +8,14 @@ for reinforcement learning, and gives response lengths a long tail from the star
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 
 from rollmesh.tasks.countdown import Puzzle, draw_puzzle
+
+STARTER_ROWS = 2_048
+_STARTER_SEED = 20_260_101
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +87,14 @@ def draw_demonstration(
 ) -> Demonstration:
     """Draw a demonstration for a random puzzle of the train split."""
     return demonstrate(rng, draw_puzzle(rng, "train", min_numbers, max_numbers), mix)
+
+
+def starter_rows() -> str:
+    """Return distinct puzzles as JSON lines; the same ones on every machine."""
+    rng = random.Random(_STARTER_SEED)
+    rows: dict[str, str] = {}
+    while len(rows) < STARTER_ROWS:
+        puzzle = draw_puzzle(rng, "train", 5, 8)
+        row = {"prompt": puzzle.text, "answer": puzzle.target, "numbers": list(puzzle.numbers)}
+        rows[puzzle.text] = json.dumps(row)
+    return "".join(f"{row}\n" for row in rows.values())

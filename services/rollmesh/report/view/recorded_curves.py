@@ -13,17 +13,16 @@ from rollmesh.gateway.curves import Curves, TimelineFile
 from rollmesh.gateway.models.items import PolicyView
 from rollmesh.gateway.models.live import BesideCurves, EvaluationView, Series, SeriesAnswer
 from rollmesh.gateway.models.overview import MeshHistory, VersionCalls
+from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import (
     FloatArray,
     binned,
     broken,
-    evaluation_points,
     newest_per_step,
     number,
     published_versions,
     rate,
-    smoothed,
     timeline_series,
     train_series,
 )
@@ -31,7 +30,6 @@ from rollmesh.report.versions import version_lives
 
 _MOST_MOMENTS = 300
 _MOST_RATES = 120
-_SMOOTHED_RATES = 5
 _STATES = ("leased", "finished", "partial", "resting", "pending")
 
 
@@ -89,11 +87,11 @@ def recorded_evaluations(run: RecordedRun) -> list[EvaluationView]:
         point.policy_version: EvaluationView(
             policy_version=point.policy_version,
             mean=point.mean,
-            standard_error=None if math.isnan(point.standard_error) else point.standard_error,
+            standard_error=point.standard_error,
             sample_count=point.n,
-            time=None if math.isnan(point.when) else point.when,
+            time=point.when,
         )
-        for point in evaluation_points(run.evaluations.records)
+        for point in Evaluation.read(run.evaluations.records)
     }
     return [found[version] for version in sorted(found)]
 
@@ -152,7 +150,7 @@ def _throughput(run: RecordedRun) -> Iterator[Series]:
     ):
         moments, per_second = rate(*broken(*binned(time, total, _MOST_RATES), pauses))
         usable = ~np.isnan(per_second)
-        yield _series(name, "tokens/s", "time", moments[usable], smoothed(per_second, _SMOOTHED_RATES)[usable])
+        yield _series(name, "tokens/s", "time", moments[usable], per_second[usable])
 
 
 def _lives(run: RecordedRun) -> Iterator[Series]:

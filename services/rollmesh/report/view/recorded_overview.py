@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from rollmesh.gateway.mesh_snapshot import MOST_EVALUATIONS, drop_views, waste_views
-from rollmesh.gateway.models.live import MemoryView, Overview, Rates, Staleness, StalenessBin, Timeline
+from rollmesh.gateway.models.live import Overview, Staleness, StalenessBin, Timeline
 from rollmesh.gateway.models.overview import Remark, ResultLine, ResultTable, RunResultView, SampleView
 from rollmesh.report.audit_result import AuditResult
-from rollmesh.report.console import count, gap, percent
+from rollmesh.report.console import count, gap, percent, plus_minus
 from rollmesh.report.recorded_run import Record, RecordedRun
 from rollmesh.report.sentences import ending, facts, moment, sentences
 from rollmesh.report.series import newest_per_step, number, train_series
@@ -40,33 +40,20 @@ def recorded_overview(run: RecordedRun, recorded: RecordedCurves, *, report: boo
     return Overview(
         run=run.name,
         time=end_time or 0.0,
-        age_seconds=0.0,
         state="failed" if run.failure else "complete" if summary.finished else "stopped",
         waiting_for=run.failure,
-        paused_by_person=False,
         train_step=summary.train_steps,
         train_steps=summary.planned_steps or summary.train_steps,
         cut_step=summary.train_steps,
         newest_version=-1 if newest is None else newest.policy_version,
         newest_train_step=0 if newest is None else newest.train_step,
-        pinned_version=None,
-        rollback_to=None,
         pool_size=0 if run.schedule is None else run.schedule.pool_size,
-        trajectories={},
-        groups={},
         staleness=Staleness(bound=bound, queue=[], trained=trained),
         drops=drop_views(summary.dropped, wasted),
         waste=waste_views(totals, wasted),
-        generators=[],
-        generator_count=0,
         evaluations=recorded_evaluations(run)[-MOST_EVALUATIONS:],
-        memory=MemoryView(used_bytes=0, max_bytes=0, ratio=0.0),
-        rates=Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
         report=recorded.curves.report,
         totals=totals,
-        workers=0,
-        dead_letters=0,
-        services=[],
         elapsed_seconds=elapsed,
         result=run_result(run, summary, report=report),
     )
@@ -123,9 +110,9 @@ def _evaluations(summary: RunSummary) -> ResultTable:
             count(point.n) or "",
             f"{point.mean:.4f}",
             _number(point.standard_error, ".4f") or "unknown",
-            _number(point.mean_length, ".1f"),
-            _number(point.max_length, ".0f"),
-            percent(point.truncated) or "",
+            _number(point.details.get("mean_length"), ".1f"),
+            _number(point.details.get("max_length"), ".0f"),
+            percent(point.details.get("truncated_share")) or "",
             _number(point.seconds, ".1f"),
         ]
         for point in summary.evaluations
@@ -175,7 +162,7 @@ def _versions(run: RecordedRun, summary: RunSummary) -> ResultTable:
             trained += [count(tokens) or "", percent(off_policy) or ""]
         score, scored = "", gaps.get(version)
         if (point := evaluated.get(version)) is not None:
-            score = f"{point.mean:.3f} ± {_number(point.standard_error, '.3f') or 'unknown'}"
+            score = f"{point.mean:.3f} {plus_minus(point.standard_error)}"
         text = "" if scored is None else scored.skipped or f"{count(scored.tokens)} ({gap(scored.largest_gap)})"
         rows.append([f"{version}", written.get(version, ""), *trained, score, text])
     heads = ["policy version", "bytes", "train step", "batch reward", "tokens trained", "off-policy"]
@@ -207,5 +194,5 @@ def _shortened(value: object) -> str:
     return text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left:,} more characters)"
 
 
-def _number(value: float, spec: str) -> str:
-    return "" if value != value else format(value, spec)
+def _number(value: float | None, spec: str) -> str:
+    return "" if value is None or value != value else format(value, spec)

@@ -13,8 +13,7 @@ from fastapi.responses import FileResponse, Response
 from rollmesh.checkpoints.sealing import known_token, link_with_token
 from rollmesh.config import RunConfig
 from rollmesh.gateway.curves import names_of
-from rollmesh.gateway.events import EventHub
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.events import EventHub, GatewayMetrics
 from rollmesh.gateway.main import page_app
 from rollmesh.gateway.models.items import PolicyList, TrajectoryDetail
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, SnapshotEvent, Timeline
