@@ -94,12 +94,6 @@ async def test_a_version_is_scored_beside_running_calls_before_any_token_is_of_i
     fresh.check_pure(merged)
 
 
-async def test_a_version_that_is_not_loaded_cannot_be_scored(adapter_make):
-    engine = await adapter_make()
-    with pytest.raises(EngineError, match="policy version 3 is not loaded"):
-        await engine.score([prompt_ids(0)], 3)
-
-
 async def test_after_a_return_to_an_older_version_running_calls_finish_on_theirs(adapter_make, adapters, merged):
     engine = await adapter_make()
     await serve(engine, adapters, 1)

@@ -81,7 +81,7 @@ class EvaluationSessions:
             return Fork(status=ForkStatus.GROUP_FULL)
         first = session.team[0].trajectories[0].trajectory_id
         trajectory = replace(rollout.active.trajectory, trajectory_id=f"{first}.{index}")
-        leased = LeasedTrajectory(trajectory=trajectory, attempt=1, lease_new=True, first_lease_time=0.0)
+        leased = LeasedTrajectory(trajectory=trajectory, attempt=1, first_lease_time=0.0)
         own = replace(rollout, active=ActiveTrajectory(trajectory))
 
         async def keep() -> None:

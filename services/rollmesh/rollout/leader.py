@@ -13,12 +13,16 @@ from collections.abc import Callable
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired, MeshView, WasteReason
-from rollmesh.rollout.evidence import PoolEvidence, StartRanking
-from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
+from rollmesh.rollout.leader_parts import (
+    PeriodicEvaluations,
+    PoolEvidence,
+    RefusedPolicies,
+    RoundDecisions,
+    StartRanking,
+    commonest_reason,
+)
 from rollmesh.rollout.prompt_supply import OpenPrompts, PromptDraws, open_prompts
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
-from rollmesh.rollout.round_decisions import RoundDecisions
-from rollmesh.rollout.run_failures import RefusedPolicies, commonest_reason
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger

@@ -12,10 +12,9 @@ from rollmesh.config.recipes import resolve_model
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.rollout.leader import MeshLeader
-from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
+from rollmesh.rollout.leader_parts import PeriodicEvaluations, RefusedPolicies
 from rollmesh.rollout.prompt_supply import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
-from rollmesh.rollout.run_failures import RefusedPolicies
 from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown

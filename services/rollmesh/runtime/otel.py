@@ -32,13 +32,6 @@ _SHUTDOWN_SECONDS = 3.0
 """Limit for the last export; an unreachable collector must not use up the grace period of a service."""
 _MOST_EVENTS = 128
 _WARNING_INTERVAL_SECONDS = 60.0
-_KINDS = {
-    "internal": api.SpanKind.INTERNAL,
-    "client": api.SpanKind.CLIENT,
-    "server": api.SpanKind.SERVER,
-    "producer": api.SpanKind.PRODUCER,
-    "consumer": api.SpanKind.CONSUMER,
-}
 
 
 class RecordedSpan(Span):
@@ -158,7 +151,7 @@ class OtelRecorder:
             self._tracer.start_span(
                 name,
                 parent,
-                _KINDS[kind],
+                api.SpanKind[kind.upper()],
                 _named(attributes),
                 [api.Link(_span_context(link)) for link in links],
                 start_time=time.time_ns() if start_ns is None else start_ns,

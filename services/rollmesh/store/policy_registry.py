@@ -28,11 +28,6 @@ class PolicyOutlook:
     """Oldest version that a generator without a pin may serve: an older one can take no new trajectory, or a trajectory
     waits that has tokens of a newer version."""
 
-    @property
-    def effective(self) -> PolicyRecord | None:
-        """The pinned policy, else the newest."""
-        return self.pinned or self.newest
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPin:

@@ -64,8 +64,6 @@ class LeasedTrajectory:
     """Prompt and saved segments; no segments when it is new."""
     attempt: int
     """Leases without token progress, this one included; for a finished trajectory, leases to score it."""
-    lease_new: bool
-    """True for the first lease (nothing to resume)."""
     first_lease_time: float
     """Time of the first lease, Unix seconds of the server's clock."""
     snapshot: bytes | None = None

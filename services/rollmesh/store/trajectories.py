@@ -177,7 +177,6 @@ class TrajectoryQueue(QueuePart):
         leased = LeasedTrajectory(
             trajectory=trajectory,
             attempt=1,
-            lease_new=True,
             first_lease_time=reply["since"] / 1000,
             incarnation=reply["incarnation"],
         )
@@ -225,7 +224,6 @@ class TrajectoryQueue(QueuePart):
                 LeasedTrajectory(
                     trajectory=trajectory,
                     attempt=int(row["attempt"]),
-                    lease_new=row["new"],
                     first_lease_time=int(row["since"]) / 1000,
                     snapshot=snapshots.get(trajectory_id),
                     incarnation=int(row["incarnation"]),

@@ -20,7 +20,7 @@ from rollmesh.config.recipes import resolve_model
 from rollmesh.config.teachers import TeacherConfig
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.text import Tokenizer
-from rollmesh.wire.teacher_checks import check_teacher, teacher_place
+from rollmesh.wire.teacher_client import check_teacher, teacher_place
 
 _SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt"})
 _THREADS = 8

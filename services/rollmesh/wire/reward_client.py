@@ -8,6 +8,7 @@ import grpc.aio
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import RewardUnavailable
+from rollmesh.runtime.endpoints import Addresses, service_addresses
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.types import RewardOutcome, Trajectory
@@ -16,7 +17,6 @@ from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.wire.codec import outcome_from_pb
 from rollmesh.wire.reward_messages import score_item_to_pb
 from rollmesh.wire.scoring_client import OpenCall, ScoringClient
-from rollmesh.wire.service_addresses import Addresses, service_addresses
 
 
 class RewardClient(ScoringClient[pb.ScoreItem, RewardOutcome]):

@@ -14,12 +14,12 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from rollmesh.errors import RollmeshError
+from rollmesh.runtime.endpoints import Addresses
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.tasks import BackgroundTasks, Backoff
-from rollmesh.wire.service_addresses import Addresses
 
 _MOST_ITEMS_PER_CALL = 64
 _MOST_BYTES_PER_CALL = 8 << 20

@@ -1,4 +1,4 @@
-"""Client of TeacherService."""
+"""Client of TeacherService, and the rules that a teacher of a run keeps, whoever serves it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import numpy as np
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.teachers import teacher_service
-from rollmesh.errors import DataError, NoTeacherScores, TeacherUnavailable
+from rollmesh.errors import ConfigError, DataError, NoTeacherScores, TeacherUnavailable
+from rollmesh.runtime.endpoints import Addresses, service_addresses
+from rollmesh.runtime.grpc import MAX_MESSAGE_BYTES
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.text import Tokenizer
@@ -22,8 +24,41 @@ from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 from rollmesh.wire.codec import teacher_from_pb, tensor_to_pb
 from rollmesh.wire.scoring_client import OpenCall, ScoringClient
-from rollmesh.wire.service_addresses import Addresses, service_addresses
-from rollmesh.wire.teacher_checks import check_teacher
+
+_LOGPROB_BYTES, _TOP_BYTES = 4, 8
+
+
+def check_teacher(
+    config: RunConfig, name: str, vocabulary_digest: str, context_token_count: float, policy_vocabulary_digest: str
+) -> None:
+    """Raise ConfigError for a teacher of another vocabulary or with a shorter context than the run."""
+    place = teacher_place(config, name)
+    if vocabulary_digest != policy_vocabulary_digest:
+        raise ConfigError(
+            f"{place}: another tokenizer than that of model.path={config.model.path} (vocabulary digests "
+            f"{vocabulary_digest[:12]} and {policy_vocabulary_digest[:12]}), so that its log-probabilities are those "
+            "of other tokens; use a teacher of the policy's model family, or start from a model of the teacher's"
+        )
+    longest = config.generator.max_context_tokens
+    if context_token_count < longest:
+        raise ConfigError(
+            f"{place}: its context has {context_token_count} tokens, fewer than generator.max_context_tokens="
+            f"{longest}; lower that, or use a teacher with a longer context"
+        )
+    top_k = config.teachers[name].top_k
+    most = (MAX_MESSAGE_BYTES // longest - _LOGPROB_BYTES) // _TOP_BYTES
+    if top_k > most:
+        raise ConfigError(
+            f"teachers.{name}.top_k={top_k}: with generator.max_context_tokens={longest} the scores of a trajectory "
+            f"exceed a message of {MAX_MESSAGE_BYTES >> 20} MiB; set at most {most}"
+        )
+
+
+def teacher_place(config: RunConfig, name: str) -> str:
+    """Return the field that says where a teacher is, with its value."""
+    teacher = config.teachers[name]
+    field = "model" if teacher.address is None else "address"
+    return f"teachers.{name}.{field}={getattr(teacher, field)}"
 
 
 class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):

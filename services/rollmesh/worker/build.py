@@ -23,8 +23,7 @@ from rollmesh.worker.known_policies import NewestPolicy, TrajectoryBudgets
 from rollmesh.worker.program import Program
 from rollmesh.worker.routing import Placement
 from rollmesh.worker.saving import Saver
-from rollmesh.worker.teacher_scoring import TeacherScorer
-from rollmesh.worker.trajectory_scoring import TrajectoryScorer
+from rollmesh.worker.trajectory_scoring import TeacherScorer, TrajectoryScorer
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession
 

@@ -5,20 +5,113 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
 
 from rollmesh.config.rollout import RewardConfig
+from rollmesh.config.teachers import TeacherConfig, teacher_of_domain
 from rollmesh.curriculum.shapers import overlong_penalty
-from rollmesh.errors import ConfigError, DataError, NoTeacherScores, RewardUnavailable
+from rollmesh.errors import (
+    ConfigError,
+    DataError,
+    NoTeacherScores,
+    RewardUnavailable,
+    RollmeshError,
+    TeacherUnavailable,
+)
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
 from rollmesh.types import OutcomeKind, RewardOutcome, TeacherColumn, Trajectory
 from rollmesh.wire.reward_client import RewardClient
-from rollmesh.worker.teacher_scoring import TeacherScorer
+from rollmesh.wire.teacher_client import TeacherClient
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
+T = TypeVar("T")
+
 _BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
+
+
+async def _retried(score: Callable[[], Awaitable[T]], unavailable: type[RollmeshError], event: str) -> T:
+    """Return the scores of a service, asked again, with a log line, while it is unavailable."""
+
+    async def wait(error: RollmeshError, pause: float) -> None:
+        get_logger("scoring").warning(event, message=str(error), pause_seconds=pause)
+        await asyncio.sleep(pause)
+
+    return await retry(score, unavailable, _BACKOFF, wait)
+
+
+class TeacherScorer:
+    """Client of every teacher, which retries while a service is unavailable and checks what it returns."""
+
+    def __init__(
+        self,
+        clients: Mapping[str, TeacherClient],
+        record: Callable[[str, str], Awaitable[str]],
+        metrics: WorkerMetrics,
+    ) -> None:
+        """``record`` records the manifest digest of a teacher with the run, and returns the recorded one."""
+        self._clients = clients
+        self._teachers = {name: client.config for name, client in clients.items()}
+        self._record = record
+        self._metrics = metrics
+        self._digests: dict[str, str] = {}
+        self._log = get_logger("scoring")
+
+    def teacher_of(self, trajectory: Trajectory) -> TeacherConfig | None:
+        """Return the teacher that scores a trajectory; None for none."""
+        name = teacher_of_domain(self._teachers, trajectory.prompt.domain)
+        return None if name is None else self._teachers[name]
+
+    async def score(self, trajectory: Trajectory) -> TeacherColumn:
+        """Score a trajectory that has a teacher. Raises NoTeacherScores, with the name of the teacher."""
+        name = teacher_of_domain(self._teachers, trajectory.prompt.domain)
+        assert name is not None
+        started, client = time.monotonic(), self._clients[name]
+        try:
+            column = await _retried(lambda: client.score(trajectory), TeacherUnavailable, "teacher_unavailable")
+            check_column(column, trajectory.response_token_count, client.config.top_k)
+            await self._check_digest(column)
+        except (DataError, NoTeacherScores) as error:
+            self._metrics.teacher_failures.inc()
+            self._log.info("no_teacher_scores", trajectory=trajectory.trajectory_id, message=str(error))
+            raise NoTeacherScores(str(error)) from error
+        self._metrics.teacher_seconds.observe(time.monotonic() - started)
+        return column
+
+    async def _check_digest(self, column: TeacherColumn) -> None:
+        field, digest = f"teachers.{column.teacher}", column.manifest_digest
+        if (began := self._digests.get(field)) is None:
+            began = self._digests[field] = await self._record(field, digest)
+        if began != digest:
+            raise NoTeacherScores(
+                f"{field}: a service has the model {digest[:12]} (manifest digest), but this run began with "
+                f"{began[:12]}, and scores of two models are not comparable; serve that model, or start a new run"
+            )
+
+
+def check_column(column: TeacherColumn, token_count: int, top_k: int) -> None:
+    """Raise NoTeacherScores unless the column has finite scores of each token, and its ``top_k`` likeliest in order."""
+    field = f"teachers.{column.teacher}"
+    if len(column.logprobs) != token_count:
+        raise NoTeacherScores(
+            f"{field}: {len(column.logprobs)} log-probabilities for a response of {token_count} tokens"
+        )
+    for values, of in ((column.logprobs, "log-probabilities"), (column.top_logprobs, "most likely tokens")):
+        if values is not None and not np.isfinite(values).all():
+            place = int(np.argwhere(~np.isfinite(values))[0][0])
+            raise NoTeacherScores(f"{field}: the {of} of response token {place} are not finite")
+    found = 0 if column.top_logprobs is None else column.top_logprobs.shape[1]
+    if found != top_k:
+        raise NoTeacherScores(f"{field}: the service returned the {found} most likely tokens, not top_k={top_k}")
+    if column.top_logprobs is not None and (np.diff(column.top_logprobs, axis=1) > 0).any():
+        raise NoTeacherScores(f"{field}: the most likely tokens are not in the order of their probabilities")
+
+
 _SHOWN_AFTER_SECONDS = 3.0
 """Time without any value after which the reason shows: single answers without one are no wait."""
 
@@ -164,10 +257,7 @@ class TrajectoryScorer:
 
     async def _request(self, trajectory: Trajectory) -> RewardOutcome:
         try:
-            return (await retry(lambda: self._service.score([trajectory]), RewardUnavailable, _BACKOFF, self._wait))[0]
+            found = await _retried(lambda: self._service.score([trajectory]), RewardUnavailable, "reward_unavailable")
+            return found[0]
         except DataError as error:
             return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
-
-    async def _wait(self, error: RewardUnavailable, pause: float) -> None:
-        self._log.warning("reward_unavailable", message=str(error), pause_seconds=pause)
-        await asyncio.sleep(pause)

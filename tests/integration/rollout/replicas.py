@@ -14,8 +14,8 @@ from rollmesh.curriculum.budgets import Budget
 from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.mesh import RunLimits
 from rollmesh.rollout.leader import MeshLeader
+from rollmesh.rollout.leader_parts import PeriodicEvaluations
 from rollmesh.rollout.main import Replica
-from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
 from rollmesh.rollout.prompt_supply import PromptDraws
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health

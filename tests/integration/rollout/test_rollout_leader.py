@@ -16,7 +16,7 @@ from rollmesh.launcher.run_up import queue_account
 from rollmesh.mesh import Cursor, MeshView
 from rollmesh.report.ledger_check import lost_groups
 from rollmesh.rollout.leader import MeshLeader
-from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
+from rollmesh.rollout.leader_parts import PeriodicEvaluations
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics

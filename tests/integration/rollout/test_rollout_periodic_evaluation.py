@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rollmesh.config.rollout import EvalConfig
-from rollmesh.rollout.periodic_evaluations import PeriodicEvaluations
+from rollmesh.rollout.leader_parts import PeriodicEvaluations
 from rollmesh.store.queue_types import EvalRequest
 from rollmesh.types import Chunk, GenerationCall
 
@@ -32,7 +32,8 @@ class FollowingTrainer(ScriptedTrainer):
 
     async def follow(self) -> None:
         for name, generator in self.cluster.generators.items():
-            policy = (await self.store.policies.outlook(name)).effective
+            outlook = await self.store.policies.outlook(name)
+            policy = outlook.pinned or outlook.newest
             if policy is not None and policy.policy_version != generator.version:
                 generator.load(policy.policy_version)
         await self.cluster.register()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
-import random
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RULE_MARKER, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import Conflict, StoreUnavailable
@@ -21,25 +18,21 @@ from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import Cursor, Desired, ResumeOrder
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.sim.queue_model import GroupState, ModelGroup
-from rollmesh.store import ReleaseReason, TokenDigest, TrajectoryStore
+from rollmesh.store import ReleaseReason, TrajectoryStore
 from rollmesh.store.leadership import MEMBERS_PER_SWEEP
 from rollmesh.store.payload import encode_prompt
 
 from ...kit.whole_queue_model import HeldSaves, WholeQueueModel
-from .queue_workers import PICK, QueueWorkers, kept_scores, segments
+from .compared_queue import ComparedQueue
+from .queue_workers import PICK, kept_scores
 from .store_mesh import column_bytes, copy_of_keys, group, limits, policy, put_back
-from .stored_keys import read_truth
 
 ATTEMPTS = 2
-SERVER_TOTALS = {"recoveries", "reaped_sessions_total", "reasserted_groups_total"}
-"""Lifetime counters of what the model leaves to the store."""
 FORGOTTEN = ("append", "restart", "release", "lease", "report_waiting", "finish", "begin_again", "set_aside", "recall")
 """Steps that Redis may forget: of the workers, and of the leader with groups that begin again."""
-MEASURED = {"ready_seconds": 100.0, "update_seconds": 100.0, "ready_updates": 1.0}
-"""Measured times, with the error that the real time of the steps may make; whole updates may be one more or less."""
 
 
-class QueueMachine(QueueWorkers):
+class QueueMachine(ComparedQueue):
     """A leader, a trainer and a Redis that restarts, beside the workers."""
 
     max_staleness: ClassVar[int] = 2
@@ -385,124 +378,3 @@ class QueueMachine(QueueWorkers):
     def ready(self) -> list[ModelGroup]:
         """Ready groups in admission order."""
         return sorted(self.model.groups[GroupState.READY].values(), key=lambda group: group.index)
-
-    @invariant()
-    def agree(self) -> None:
-        """Whatever the queue is made of, what the leader sees of it and every counter are those of the model."""
-        if hasattr(self, "store"):
-            self.the_queue_agrees_with_the_model()
-            self.the_view_agrees_with_the_model()
-            self.the_counters_agree_with_the_model()
-            self.the_history_agrees_with_the_model()
-
-    def the_queue_agrees_with_the_model(self) -> None:
-        truth = self.do(read_truth(self.store))
-        assert truth.problems == []
-        assert truth.groups == {
-            gid: group.state for groups in self.model.groups.values() for gid, group in groups.items()
-        }
-        assert truth.undecided == self.model.undecided.keys()
-        assert truth.tombstones == set(self.model.ended)
-        in_groups = {
-            m.trajectory_id for i in self.model.members if not self.model.is_gone((m := self.model.members[i]).group)
-        }
-        assert truth.members.keys() == in_groups
-        assert truth.half_gone.keys() <= self.model.members.keys() - in_groups
-        for trajectory_id, record in (truth.members | truth.half_gone).items():
-            m = self.model.members[trajectory_id]
-            assert (record.state, record.tokens) == (m.state, m.tokens)
-            if trajectory_id in in_groups:
-                assert record.step == m.step
-            if m.state in ("leased", "finished"):
-                assert record.session == m.session
-            if m.state not in ("dead", "surplus") and trajectory_id in in_groups:
-                assert record.digest == TokenDigest().extended(segments(m.saves))
-
-    def the_view_agrees_with_the_model(self) -> None:
-        for groups, shortest in ((True, False), (True, True), (False, False)):
-            view = self.do(self.store.mesh.view(groups=groups, shortest=shortest))
-            self.model.now = view.now + self.passed_seconds
-            self.model.used_memory_bytes, self.model.max_memory_bytes = view.used_memory_bytes, view.max_memory_bytes
-            expected = self.model.view(groups=groups, shortest=shortest)
-            assert view.memory_ratio == pytest.approx(expected.memory_ratio)
-            assert (view.blocked_since is None) == (expected.blocked_since is None)
-            # The model's clock moves only here and by hours, so it agrees but for the real time of the steps.
-            for name, error in MEASURED.items():
-                assert getattr(view, name) == pytest.approx(getattr(expected, name), abs=error), name
-            server = {name: getattr(view, name) for name in ("now", "memory_ratio", "blocked_since", *MEASURED)}
-            assert view == replace(expected, **server)
-        assert self.do(self.store.leadership.desired()).start_at_version == self.model.start_at_version
-
-    def the_history_agrees_with_the_model(self) -> None:
-        history, records = self.model.history, self.store.prompt_records
-        assert self.do(records.read([str(i) for i in range(self.cursor)])) == history.records
-        assert self.do(records.predictions()) == list(history.predictions)
-
-    def the_counters_agree_with_the_model(self) -> None:
-        model, counts = self.model, self.do(self.store.mesh.counts())
-        waiting = {"pending": len(model.pending), "partial": len(model.partial), "resting": len(model.resting)}
-        assert counts.trajectories == waiting | {s: model.counts[s] for s in counts.trajectories if s not in waiting}
-        assert counts.groups == {state: len(groups) for state, groups in model.groups.items()}
-        assert {**counts.totals} == {**counts.totals, **{k: n for k, n in model.totals.items() if n}}
-        assert {k for k, n in counts.totals.items() if n} - model.totals.keys() <= SERVER_TOTALS
-        assert counts.drops == model.drops
-        assert +Counter(counts.dropped_tokens) == +model.dropped_tokens
-        assert counts.drop_deciles == model.drop_deciles
-        assert counts.begun_again_deciles == model.begun_again_deciles
-        assert counts.surplus_deciles == model.surplus_deciles
-        assert counts.finished_lengths == model.finished_lengths
-        assert (counts.scoring_queue, counts.sessions) == (len(model.scoring), len(self.sessions))
-        first = model.resting.first()
-        assert counts.oldest_rest_step == (None if first is None else model.resting.score(first))
-        noted = {gid: why for gid, why in model.ended.items() if gid not in model.half_gone}
-        dropped = self.do(self.store.ledger.dropped_groups())
-        assert dropped == {gid: why for gid, why in noted.items() if why != "consumed"}
-
-
-DRAWS: dict[str, Callable[[random.Random], Any]] = {
-    "pick": lambda rng: rng.randrange(1000),
-    "count": lambda rng: rng.randint(1, 3),
-    "more": lambda rng: rng.randint(1, 3),
-    "needed": lambda rng: rng.randint(2, 3),
-    "spare": lambda rng: rng.choice([0, 1, 2]),
-    "rank": lambda rng: rng.randrange(128),
-    "rounds": lambda rng: rng.random() < 0.5,
-    "shape": lambda rng: rng.choice(["none", "rewards", "kept"]),
-    "pool": lambda rng: rng.randint(2, 8),
-    "paused": lambda rng: rng.random() < 0.2,
-    "most_waiting": lambda rng: rng.randint(0, 3),
-    "waiting": lambda rng: rng.randint(0, 3),
-    "aside": lambda rng: rng.random() < 0.4,
-    "limit": lambda rng: rng.randint(1, 4),
-    "tokens": lambda rng: rng.randint(1, 5),
-    "age": lambda rng: rng.randint(0, 3),
-    "reward": lambda rng: rng.choice([0.0, 1.0, 0.25, 0.5, 0.75, None]),
-    "top_k": lambda rng: rng.choice([None, 0, 2]),
-    "rewards": lambda rng: rng.choices([0.0, 1.0, 0.25, 0.5, 0.75, None], k=5),
-    "reason": lambda rng: rng.choice(list(ReleaseReason)),
-    "ends": lambda rng: rng.random() < 0.5,
-    "dies": lambda rng: rng.random() < 0.6,
-    "hours": lambda rng: rng.randint(1, 5),
-    "rolled_back": lambda rng: rng.random() < 0.2,
-    "steps": lambda rng: rng.choices(FORGOTTEN, k=rng.randint(0, 6)),
-}
-"""Values of the arguments of a step, by name."""
-
-
-def walk(
-    machine: QueueMachine,
-    rng: random.Random,
-    steps: int,
-    weights: Mapping[float, str],
-    draws: Mapping[str, Callable[[random.Random], Any]] = DRAWS,
-) -> None:
-    """Take random steps whose preconditions hold, and compare with the model after each; names by their weight."""
-    machine.agree()  # The model takes the time from the server.
-    by_name = {name: weight for weight, names in weights.items() for name in names.split()}
-    for _ in range(steps):
-        (name,) = rng.choices(list(by_name), weights=list(by_name.values()))
-        step = getattr(machine, name)
-        rule = getattr(step, RULE_MARKER, None)
-        if rule is None or all(holds(machine) for holds in rule.preconditions):
-            step(**{argument: draws[argument](rng) for argument in inspect.signature(step).parameters})
-            machine.agree()

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 PICK = st.integers(0, 1 << 16)
 
-REWARDS = st.sampled_from([0.0, 1.0, 1.0, 0.5, None])
+REWARDS = st.sampled_from([0.0, -0.0, 1.0, 1.0, 0.5, None])
 
 
 def segments(saves: Sequence[Save]) -> list[Segment]:

@@ -121,24 +121,6 @@ async def test_an_empty_redis_counts_a_group_that_began_again_as_drawn_once(stor
     assert await store.prompt_records.domain_totals() == before
 
 
-async def test_a_replayed_dead_letter_counts_as_drawn_once_through_a_restore(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, keeps_history=True, max_attempts=1)
-    await admit(mesh, 1)
-    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
-    unasked = await copy_of_keys(store)
-    replay = await store.dead_letters.replay("e0-0.0")
-    await open_replay(mesh)
-    replayed = await copy_of_keys(store)
-    await end(mesh, replay)
-    file = {1: ([replay], await mesh.train(1, [replay]))}
-    before = await store.prompt_records.domain_totals()
-    assert before["algebra"].drawn == 2
-    for restored in (unasked, replayed):
-        await put_back(store, restored)
-        await reassert(mesh, file, cursor=1)
-        assert await store.prompt_records.domain_totals() == before
-
-
 @pytest.mark.parametrize("is_trained", [True, False])
 async def test_a_replay_that_waits_in_the_restored_redis_is_drawn_once_and_ends_once(
     store: TrajectoryStore, is_trained: bool

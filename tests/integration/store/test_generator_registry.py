@@ -11,8 +11,7 @@ from rollmesh.errors import NoGenerator
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.types import GeneratorRecord, GeneratorWork, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
-from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
-from rollmesh.worker.routing import Placement
+from rollmesh.worker.generator_pool import GeneratorPool
 
 from ...kit.records import generator_record
 from ...kit.waiting import reached
@@ -219,29 +218,6 @@ async def test_tokens_of_a_version_that_no_generator_serves_are_named_while_thei
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-
-
-async def test_a_pool_that_places_by_tokens_counts_what_calls_begin_with_sample_and_take_along(
-    store: TrajectoryStore,
-) -> None:
-    generators = GeneratorPool(store.generators, placement=Placement.TOKENS)
-    for name in "ab":
-        await store.generators.register(record(name, slots=64), TTL)
-    await generators.refresh()
-
-    async def seat(number: int, saved: int = 0) -> GeneratorSlot:
-        waiter = held(number)
-        waiter.add(segment(saved))
-        return (await generators.acquire(waiter)).__enter__()
-
-    first = await seat(0)
-    first.grow(300)
-    await seat(1)
-    second = await seat(2, saved=400)
-    seats = [second, await seat(3)]
-    generators.leave(second)
-    seats.append(await seat(4))
-    assert [slot.record.instance_id for slot in (first, *seats)] == ["a", "b", "a", "b"]
 
 
 async def test_a_call_goes_to_the_generator_that_has_its_prompt_in_its_cache(store: TrajectoryStore) -> None:

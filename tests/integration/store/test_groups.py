@@ -13,23 +13,6 @@ from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 from .store_mesh import UNSCORABLE, Mesh, group, scored, segment
 
 
-async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, filter_zero_variance=True, groups=4)
-    values = [1.0, 1.0, 0.0, -0.0, 0.0, 1.0, 0.5, 0.5]
-    for leased, value in zip(await store.trajectories.lease(mesh.session, 8), values, strict=True):
-        await mesh.complete(leased, value)
-    view = await store.mesh.view()
-    assert (view.admitted_unconsumed, view.filtered_in_a_row) == (1, 1)
-    assert [g.group_id for g in view.ready] == ["e0-2"]
-    assert (await store.mesh.counts()).drops == {"filtered_all_right": 2, "filtered_all_wrong": 1}
-    assert await store.ledger.dropped_groups() == {
-        "e0-0": "filtered_all_right",
-        "e0-1": "filtered_all_wrong",
-        "e0-3": "filtered_all_right",
-    }
-    assert await store.mesh.live_groups() == ["e0-2"]
-
-
 async def test_a_fixed_value_for_a_time_out_scores_the_trajectory(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=1, leased=2)
     for trajectory_id in ("e0-0.0", "e0-0.1"):
@@ -49,18 +32,6 @@ async def test_a_reward_that_is_not_a_number_is_an_error_of_the_caller(store: Tr
     mesh = await Mesh.start(store)
     with pytest.raises(DataError, match="not a finite number"):
         await mesh.score("e0-0.0", float("nan"))
-
-
-async def test_the_ledger_names_the_decile_of_a_dropped_length(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=12)
-    leased = await store.trajectories.lease(mesh.session, 24)
-    for at, item in enumerate(leased[:20]):
-        await mesh.finish(item.trajectory.trajectory_id, 0, 2 ** (1 + at // 2))
-    await mesh.append("e0-10.0", 0, 2000)
-    await mesh.append("e0-11.0", 0, 1)
-    assert await store.leadership.evict(mesh.leader, ["e0-10", "e0-11", "e0-10", "unknown"], "stale") == 2
-    assert await mesh.append("e0-11.0", 1, 2) == WriteStatus.LOST
-    assert [d.length_decile for d in await store.ledger.drops()] == [9, 0]
 
 
 async def test_items_may_come_in_any_number(store: TrajectoryStore) -> None:
@@ -93,23 +64,6 @@ async def test_the_ledger_says_how_many_drops_it_no_longer_names(store: Trajecto
     assert await store.ledger.forgotten_drops() == 0
     await store.connection.command("XTRIM", store.connection.keys.single("ledger"), "MAXLEN", 1)
     assert (await store.ledger.forgotten_drops(), await store.ledger.dropped_groups()) == (2, {"e0-2": "stale"})
-
-
-async def finish_group(mesh: Mesh, index: int, *lengths: int) -> None:
-    for member, tokens in enumerate(lengths):
-        trajectory_id = f"e0-{index}.{member}"
-        assert await mesh.finish(trajectory_id, 0, tokens) == 1
-        assert await mesh.score(trajectory_id, float(member)) == 1
-
-
-async def test_the_shortest_groups_are_listed_although_many_were_admitted_before_them(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups_per_batch=1, groups=6, leased=12)
-    for index in range(6):
-        await finish_group(mesh, index, 20 - index, 20 - index)
-    admitted = [g.group_id for g in (await store.mesh.view()).ready]
-    assert admitted == ["e0-0", "e0-1"], "a list has two batches"
-    shortest = [(g.group_id, g.token_count) for g in (await store.mesh.view(shortest=True)).ready]
-    assert set(shortest) == {("e0-0", 40), ("e0-1", 38), ("e0-4", 32), ("e0-5", 30)}
 
 
 async def test_a_group_goes_from_admission_to_trained_and_leaves_nothing_but_a_tombstone(

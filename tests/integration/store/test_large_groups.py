@@ -13,7 +13,8 @@ from rollmesh.store import EmbeddedServer, Finish, FirstToken, ReleaseReason, Sc
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 from rollmesh.types import FinishReason
 
-from .queue_machine import DRAWS, QueueMachine, walk
+from .queue_machine import QueueMachine
+from .queue_walk import DRAWS, walk
 from .queue_workers import byte_count, stated
 from .store_mesh import Mesh, scored
 from .stored_keys import read_truth

@@ -38,21 +38,6 @@ async def test_one_leader_at_a_time_and_a_former_one_is_refused(store: Trajector
         await store.leadership.reap(mesh.leader)
 
 
-async def test_admission_moves_the_cursor_once(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    assert await store.leadership.admit(mesh.leader, [group(0), group(1)], Cursor(), Cursor(index=2)) == 2
-    with pytest.raises(Conflict, match="cursor"):
-        await store.leadership.admit(mesh.leader, [group(0)], Cursor(), Cursor(index=1))
-    assert (
-        await store.leadership.admit(
-            mesh.leader, [group(1), group(0, epoch=1)], Cursor(index=2), Cursor(epoch=1, index=1)
-        )
-        == 1
-    )
-    assert await store.leadership.cursor() == Cursor(epoch=1, index=1)
-    assert (await store.mesh.view()).open_groups == 3
-
-
 async def test_a_retried_admission_is_counted_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     words = ("e0-0", 2, 2, 0, 0, b"prompt", "", "", "", "", "")
@@ -96,7 +81,7 @@ async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) 
     assert await store.policies.get(0) == policy(0)
     assert await store.policies.get(7) is None
     await store.policies.pin(0)
-    assert (await store.policies.pinned(), (await store.policies.outlook()).effective) == (0, policy(0))
+    assert (await store.policies.pinned(), (await store.policies.outlook()).pinned) == (0, policy(0))
     with pytest.raises(Conflict):
         await store.policies.pin(9)
     assert await store.policies.held_pin() == HeldPin(policy_version=0, owner="")
@@ -105,7 +90,8 @@ async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) 
     await store.policies.pin(0, "evaluation-1")
     assert await store.policies.held_pin() == HeldPin(policy_version=0, owner="evaluation-1")
     await store.policies.pin(None)
-    assert (await store.policies.outlook()).effective == policy(1)
+    outlook = await store.policies.outlook()
+    assert (outlook.pinned, outlook.newest) == (None, policy(1))
 
 
 async def test_expired_sessions_are_reaped_after_the_grace_of_a_new_leader(store: TrajectoryStore) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.config import RunConfig
 from rollmesh.mesh import Cursor, ResumeOrder
-from rollmesh.rollout.evidence import StartRanking
+from rollmesh.rollout.leader_parts import StartRanking
 from rollmesh.rollout.rollout_metrics import MeshMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule, run_limits

@@ -30,21 +30,6 @@ async def truth_of(store: TrajectoryStore) -> dict[str, str]:
     return truth.groups
 
 
-async def test_a_stale_worker_cannot_append_to_a_group_that_began_again(store: TrajectoryStore) -> None:
-    """Not even the session that leases the same trajectory again, whose older save arrives late."""
-    mesh = await Mesh.start(store, max_staleness=0)
-    await train_one_step(mesh)
-    await mesh.admit(1)
-    await store.trajectories.lease(mesh.session, 2)
-    await mesh.append("e0-2.0", 0, 3)
-    late = Append(trajectory_id="e0-2.1", token_offset=0, segments=[segment(4)], digest=TokenDigest())
-    await store.restarted.restart(mesh.leader, ["e0-2"])
-    assert (await store.trajectories.append(mesh.session, [late]))[0].status is WriteStatus.LOST
-    await store.trajectories.lease(mesh.session, 2)
-    assert (await store.trajectories.append(mesh.session, [late]))[0].status is WriteStatus.REFUSED
-    assert await mesh.append("e0-2.1", 0, 4, version=1) is WriteStatus.SAVED
-
-
 async def test_a_member_that_takes_an_earlier_members_id_refuses_its_late_saves(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_staleness=0)
     await train_one_step(mesh)

@@ -43,48 +43,6 @@ async def test_the_last_needed_score_cuts_off_members_in_every_state(store: Traj
     assert await store.trajectories.lease(mesh.session, 8) == []
 
 
-async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=1)
-    first, second = await store.trajectories.lease(mesh.session, 2)
-    fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
-    assert fork.status is ForkStatus.FORKED and fork.leased is not None
-    child = fork.leased
-    assert child.trajectory.trajectory_id == "e0-0.2"
-    assert child.trajectory.prompt.token_ids.tolist() == first.trajectory.prompt.token_ids.tolist()
-    assert (child.attempt, child.lease_new, child.trajectory.segments) == (1, True, ())
-    assert (await store.mesh.view()).leased == 3
-    assert (await read_truth(store)).problems == []
-
-    await mesh.complete(first, 1.0)
-    await mesh.complete(second, 0.0)
-    assert (await store.mesh.view()).ready_groups == 0
-    await mesh.complete(child, 1.0)
-    view = await store.mesh.view()
-    assert view.ready_groups == 1
-    await store.leadership.cut(mesh.leader, 1, [group.group_id for group in view.ready])
-    batch = await mesh.claim(1)
-    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.0", "e0-0.1", "e0-0.2"]
-
-
-async def test_a_member_with_forks_that_gets_no_score_has_one_replacement(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1, needed=4)
-    first, *others = await store.trajectories.lease(mesh.session, 4)
-    forks = [await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, nonce) for nonce in "ab"]
-    for each in (first, *(fork.leased for fork in forks if fork.leased)):
-        await mesh.complete(each, None)
-    counts = (await store.mesh.counts()).totals
-    assert (counts["unscorable_total"], counts["replacements_total"]) == (3, 1)
-    assert (await read_truth(store)).problems == []
-    (replacement,) = await store.trajectories.lease(mesh.session, 8)
-    for value, each in enumerate((*others, replacement)):
-        await mesh.complete(each, float(value))
-    (ready,) = (await store.mesh.view()).ready
-    await store.leadership.cut(mesh.leader, 1, [ready.group_id])
-    batch = await mesh.claim(1)
-    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.1", "e0-0.2", "e0-0.3", "e0-0.6"]
-
-
 @pytest.mark.parametrize("returned", ["released", "registered again"])
 async def test_a_member_that_has_returned_to_the_queue_is_given_again_to_the_same_request(
     store: TrajectoryStore, returned: str

@@ -12,7 +12,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from rollmesh.mesh import ResumeOrder
 from rollmesh.store import EmbeddedServer
 
-from .queue_machine import QueueMachine, walk
+from .queue_machine import QueueMachine
+from .queue_walk import walk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a walk is half a minute of one core, and cores may be busy
 

@@ -33,7 +33,7 @@ from rollmesh.text import Tokenizer
 from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 from rollmesh.wire.codec import teacher_from_pb, tensor_to_pb
-from rollmesh.wire.teacher_checks import check_teacher
+from rollmesh.wire.teacher_client import check_teacher
 
 from ...contract.contract_kit import KEY, StandIn
 from ...kit.run_files import run_config

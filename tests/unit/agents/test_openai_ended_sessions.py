@@ -222,7 +222,7 @@ class Queue:
             return Fork(status=status)
         child = held_trajectory(0, 2)
         self.tasks.append(asyncio.create_task(self.desk.run(rollout_of(child))))
-        leased = LeasedTrajectory(trajectory=child.trajectory, attempt=1, lease_new=True, first_lease_time=0.0)
+        leased = LeasedTrajectory(trajectory=child.trajectory, attempt=1, first_lease_time=0.0)
         return Fork(status=status, leased=leased)
 
 

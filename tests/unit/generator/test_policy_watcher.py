@@ -263,14 +263,6 @@ async def test_staged_weights_are_scored_before_their_swap_which_is_the_whole_pa
     assert {s.value for s in samples if s.name.endswith("_sum")} == {0.25}
 
 
-async def test_an_engine_that_an_operator_paused_stays_paused_when_staged_weights_are_swapped_in(watcher, engine):
-    engine.scores_staged = True
-    await watcher.load_version(0)
-    await engine.pause()
-    await watcher.load_version(1)
-    assert engine.told == ["start 0", "pause", "score 1", "load 1"] and engine.paused
-
-
 @contextlib.asynccontextmanager
 async def running(
     watcher: PolicyWatcher, registry: Registry, engine: Engine

@@ -72,10 +72,6 @@ async def test_idle_means_that_every_admitted_call_has_ended():
     await waiting
 
 
-def test_every_instance_has_its_own_identity():
-    assert ServingState().instance_id != ServingState().instance_id
-
-
 def test_refused_versions_count_once_each_until_one_is_served_and_not_while_they_are_retried():
     serving_state = serving()
     serving_state.refuse(1, "torn", retried=True)

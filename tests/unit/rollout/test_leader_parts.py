@@ -10,9 +10,8 @@ import pytest
 from rollmesh.config import RunConfig
 from rollmesh.errors import PoliciesRefused
 from rollmesh.mesh import CachePool, Desired, EngineLoad, MeshView
-from rollmesh.rollout.evidence import engine_load
+from rollmesh.rollout.leader_parts import RefusedPolicies, engine_load
 from rollmesh.rollout.rollout_metrics import MeshMetrics, unclaimed_staleness
-from rollmesh.rollout.run_failures import RefusedPolicies
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import StoreCounts
@@ -70,12 +69,6 @@ def test_generators_that_serve_or_load_hold_trajectories() -> None:
     load = engine_load([RECORD, idle, refuses])
     assert load == EngineLoad(slots=8, waiting=2, kv_token_capacity=2000, preemptions=4)
     assert engine_load([refuses]) is None
-
-
-def test_a_generator_that_drains_for_a_reload_changes_neither_capacity_nor_preemptions() -> None:
-    other = replace(RECORD, instance_id="b")
-    drains = replace(RECORD, serving=False, loading_version=1)
-    assert engine_load([drains, other]) == engine_load([RECORD, other])
 
 
 def test_a_generator_that_is_out_of_service_for_a_moment_looks_like_no_new_preemptions() -> None:

@@ -98,12 +98,6 @@ def test_lines_lead_to_their_trace_while_traces_are_recorded(log) -> None:
     assert cut["trace_id"] == trace_of(traceparent_of_step("demo", 3))
 
 
-def test_lines_of_a_trace_that_is_not_recorded_do_not_point_to_it(log) -> None:
-    lines = log(otlp_endpoint="http://collector:4318", trace_ratio=0.0)
-    logs.get_logger("any").info("no_reward", trajectory="e0-1.2")
-    assert "trace_id" not in lines()[0]
-
-
 def test_equal_lines_of_a_library_share_one_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.Logger("uvicorn.error")
     logger.addHandler(_LibraryLogHandler())

@@ -13,13 +13,13 @@ import pytest
 from rollmesh.config import RunConfig
 from rollmesh.config.services import SecurityConfig
 from rollmesh.errors import ConfigError, EngineError
+from rollmesh.runtime.endpoints import ResolvedName, service_addresses
 from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.types import GeneratorRecord
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from rollmesh.wire.generation_client import GenerationClient
-from rollmesh.wire.service_addresses import ResolvedName, service_addresses
 
 from ...kit.certificates import Authority, Certificate
 from ...kit.records import generator_record

@@ -239,11 +239,6 @@ def test_a_kept_set_without_its_own_token_is_refused_in_a_chunk_and_in_a_segment
         codec.segment_from_pb(codec.segment_to_pb(segment))
 
 
-def test_a_request_without_tokens_names_the_field():
-    with pytest.raises(DataError, match="context_ids"):
-        request_from_pb(generation_service_pb2.GenerateRequest())
-
-
 def rpc_error(code: grpc.StatusCode, kind: str | None) -> grpc.aio.AioRpcError:
     trailing = grpc.aio.Metadata(*([(ERROR_KEY, kind)] if kind else []))
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details="why")

@@ -66,15 +66,6 @@ async def test_a_caller_that_gives_up_before_the_call_takes_nothing_along():
     assert calls == [["stays"]]
 
 
-async def test_a_call_with_the_wrong_number_of_results_is_an_error():
-    async def call(items):
-        return items[:-1]
-
-    with pytest.raises(RuntimeError, match="2 items with 1 results"):
-        lane = CallBatcher(call, limit=10)
-        await asyncio.gather(lane.submit(1), lane.submit(2))
-
-
 async def test_an_item_submitted_in_the_moment_a_runner_ends_is_not_forgotten():
     async def call(items):
         return items

@@ -17,22 +17,10 @@ def answer(reward, prompt=0, version=3, tokens=10, truncated=False, domain=""):
     )
 
 
-def test_mean_and_standard_error_follow_the_textbook():
-    result = summarise([answer(reward, prompt) for prompt, reward in enumerate([1.0, 0.0, 1.0, 1.0])], 3)
-    assert result.mean == 0.75
-    assert result.standard_error == pytest.approx(math.sqrt((3 * 0.25**2 + 0.75**2) / 3 / 4))
-    assert (result.sample_count, result.discarded_count) == (4, 0)
-
-
 def test_only_answers_wholly_of_the_pinned_version_with_a_value_count():
     answers = [answer(1.0), answer(0.0, version=4), answer(0.0, version=(3, 4)), answer(None), answer(0.0, version=())]
     result = summarise(answers, 3)
     assert (result.mean, result.sample_count, result.discarded_count) == (1.0, 1, 4)
-
-
-def test_the_standard_error_of_a_single_answer_is_unknown():
-    assert summarise([answer(1.0)], 3).standard_error is None
-    assert summarise([answer(1.0, 0), answer(1.0, 1)], 3).standard_error == 0.0
 
 
 @pytest.mark.parametrize(("prompts", "samples"), [(32, 8), (16, 16)])

@@ -169,14 +169,6 @@ async def test_a_trajectory_waits_for_its_tool_but_not_between_the_calls_of_one_
     assert not held.waits, "a finished trajectory is not in the pool"
 
 
-@given(partial_save_tokens=st.integers(1, 8192))
-def test_a_generator_may_be_ahead_by_partial_save_tokens_and_has_two_chunks_of_them(partial_save_tokens: int) -> None:
-    limits = SaveLimits.of(partial_save_tokens)
-    assert limits.unacknowledged_token_limit == partial_save_tokens
-    assert min(16, partial_save_tokens) <= limits.chunk_token_count <= partial_save_tokens
-    assert partial_save_tokens < 32 or 2 * limits.chunk_token_count <= partial_save_tokens
-
-
 async def test_the_error_of_a_generator_shows_until_a_call_has_a_token() -> None:
     held, waits, seen = make_held(), Waits(), []
 
@@ -190,15 +182,6 @@ async def test_the_error_of_a_generator_shows_until_a_call_has_a_token() -> None
     await caller.sample(held, 10, SamplingParams(), save=None)
     assert seen == ["", f"generation: {RECORD.address}: the connection was lost"]
     assert waits.text() == ""
-
-
-async def test_what_is_not_saved_before_its_end_is_neither_held_back_nor_cut_into_calls() -> None:
-    held = make_held()
-    generator = Generator([], held)
-    caller = await make_caller(generator, 16)
-    await caller.sample(held, 100, SamplingParams(), save=None)
-    assert [(c.max_new_token_count, c.unacknowledged_token_limit) for c in generator.calls] == [(100, 0)]
-    assert not generator.acknowledged
 
 
 async def test_a_small_bound_costs_no_further_calls_and_a_full_context_ends_the_answer() -> None:

@@ -8,7 +8,7 @@ import pytest
 from rollmesh.config.teachers import TeacherConfig, teacher_of_domain
 from rollmesh.errors import NoTeacherScores
 from rollmesh.types import TeacherColumn
-from rollmesh.worker.teacher_scoring import check_column
+from rollmesh.worker.trajectory_scoring import check_column
 
 
 @pytest.mark.parametrize(

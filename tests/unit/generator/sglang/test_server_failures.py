@@ -13,7 +13,6 @@ import pytest
 
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
-from rollmesh.generator.engines.sglang.server import RunningClock
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams
@@ -55,20 +54,6 @@ async def start(server: ScriptedServer, tmp_path: Path) -> AsyncIterator[Start]:
 
 async def collect(engine: SglangEngine, call: GenerationCall) -> list[Chunk]:
     return [chunk async for chunk in engine.generate(call)]
-
-
-def test_a_clock_counts_only_while_it_runs():
-    clock = RunningClock()
-    clock.stop()
-    stood = clock.seconds()
-    clock.stop()
-    assert clock.stopped and clock.seconds() == stood
-    clock.start()
-    clock.start()
-    deadline = time.monotonic() + 60
-    while clock.seconds() == stood:
-        assert time.monotonic() < deadline
-    assert not clock.stopped
 
 
 async def test_drafts_are_counted_from_answers_and_a_server_that_comes_back_without_them_serves_on(server, start):
@@ -217,13 +202,6 @@ async def test_a_canary_does_not_pause_the_server_again_and_its_tokens_wait_for_
     assert not done and engine.status().paused
     await engine.resume()
     assert [c.policy_version for c in await call] == [1]
-
-
-async def test_scoring_leaves_a_paused_server_paused(server, start):
-    engine = await start()
-    await engine.pause()
-    await engine.score([np.array([1, 2, 3], np.int32)])
-    assert not server.gate.is_set()
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])

@@ -114,21 +114,6 @@ def test_an_answer_without_the_sets_that_were_asked_for_or_with_a_larger_one_is_
         read(masked([5, 6], [[5, 9, 1], [6]]), kept_tokens=2)
 
 
-def test_an_answer_becomes_tokens_logprobs_and_spans():
-    found = read(answer([5, 6, 7], [("2", 0, 1), ("3", 1, 3)]))
-    assert found.token_ids.tolist() == [5, 6, 7] and found.token_ids.dtype == np.int32
-    np.testing.assert_allclose(found.logprobs, [-0.55, -0.56, -0.57], rtol=1e-6)
-    assert [(s.policy_version, s.start, s.end) for s in found.spans] == [(2, 0, 1), (3, 1, 3)]
-    assert (found.prompt_token_count, found.cached_token_count) == (9, 4)
-
-
-def test_only_the_call_s_own_stop_tokens_stop_it():
-    reason = {"type": "stop", "matched": 7}
-    assert read(answer([5, 7], finish_reason=reason), stop_token_ids=(7,)).stopped
-    assert not read(answer([5, 7], finish_reason=reason), stop_token_ids=(8,)).stopped
-    assert not read(answer([5, 7], finish_reason=reason)).stopped
-
-
 def test_an_abort_in_the_queue_has_no_tokens_and_no_spans():
     meta = {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
     found = read({"output_ids": [], "meta_info": meta})
@@ -164,13 +149,6 @@ def test_an_answer_that_cannot_be_true_is_an_engine_error(body, message):
         read(body)
 
 
-def test_tokens_of_a_refused_version_and_all_after_them_are_dropped():
-    kept, fell = without(piece((0, 3), (1, 2), (0, 4)), {1}, 0)
-    assert kept.token_ids.tolist() == [0, 1, 2] and kept.cut and not fell
-    kept, fell = without(piece((1, 2), (0, 4), stopped=True), {1}, 0)
-    assert len(kept) == 0 and not kept.stopped and not fell
-
-
 def test_a_logprob_that_is_none_is_an_error_only_where_it_would_be_delivered():
     logprobs = [[-1.0, 1, None], [None, 2, None], [float("nan"), 3, None]]
     found = read(answer([1, 2, 3], [("3", 0, 1), ("4", 1, 3)], output_token_logprobs=logprobs))
@@ -179,23 +157,6 @@ def test_a_logprob_that_is_none_is_an_error_only_where_it_would_be_delivered():
     kept, _ = without(found, {4}, 0)
     check_finite(kept)
     assert kept.token_ids.tolist() == [1]
-
-
-def test_the_versions_of_a_call_never_fall():
-    kept, fell = without(piece((1, 3), (0, 2)), set(), 0)
-    assert (len(kept), fell) == (3, True)
-    kept, fell = without(piece((1, 3)), set(), 2)
-    assert (len(kept), fell) == (0, True)
-    whole = piece((1, 3), (2, 2))
-    assert without(whole, set(), 1) == (whole, False)
-
-
-def test_a_slice_becomes_a_chunk_a_span_and_the_last_ends_the_call():
-    chunks = chunks_of(piece((0, 3), (1, 2)), lambda v: 0, FinishReason.STOP, cached_token_count=6, idle_version=9)
-    assert [(c.policy_version, c.kv_min_version, len(c.token_ids)) for c in chunks] == [(0, 0, 3), (1, 0, 2)]
-    assert [c.finish_reason for c in chunks] == [None, FinishReason.STOP]
-    assert [c.cached_token_count for c in chunks] == [6, 0]
-    assert chunks[1].token_ids.tolist() == [3, 4] and chunks[1].behavior_logprobs.tolist() == [-3.0, -4.0]
 
 
 def test_a_slice_without_tokens_is_a_chunk_only_where_it_ends_the_call():
@@ -301,29 +262,6 @@ def test_slots_go_out_in_order_of_arrival_and_are_kept_until_the_call_leaves():
     queue.leave(third)
     status = queue.status()
     assert (status.running_count, status.waiting_count) == (0, 0)
-
-
-def test_a_call_that_leaves_the_queue_lets_the_next_one_in():
-    queue = SlotQueue(1)
-    first, second = make_server_call("a"), make_server_call("b")
-    queue.enter(first)
-    queue.enter(second)
-    queue.leave(first)
-    assert second.changed.is_set() and queue.take(second)
-
-
-def test_time_counts_only_while_something_is_decoded():
-    queue = SlotQueue(2)
-    server_call = make_server_call()
-    assert queue.status().busy_seconds_total == 0
-    queue.enter(server_call)
-    queue.take(server_call)
-    queue.set_paused(True)
-    before = queue.status().busy_seconds_total
-    assert queue.status().busy_seconds_total == before
-    queue.set_paused(False)
-    after = queue.status()
-    assert after.busy_seconds_total >= before and after.running_slot_seconds_total == after.busy_seconds_total
 
 
 @pytest.mark.parametrize(
