@@ -19,7 +19,6 @@ import yaml
 from benchmarks.frame import NONE, Measure, Quick, at_least, compared
 from benchmarks.processes import TrainingRun
 from rollmesh.config.recipes import recipe_file
-from rollmesh.errors import DataError
 from rollmesh.report.audit_result import AuditVerdict
 from rollmesh.report.compare import Spread, spread_of
 from rollmesh.report.model_export import export_model
@@ -133,8 +132,4 @@ def _trained(root: Path, data: Mapping[str, Any], seed: int, updates: int) -> Re
         "evaluation": {"prompt_count": _PROMPTS, "temperature": 1.0},
         "gateway": {"enabled": False},
     }
-    with run.up({**data, **changed}) as launcher:
-        status = launcher.wait(_RUN_SECONDS)
-    if status != 0:
-        raise DataError(f"bench distil: {root.name} ended with status {status}\n{run.output[-4000:]}")
-    return RecordedRun(run.folder.path)
+    return run.train({**data, **changed}, _RUN_SECONDS)

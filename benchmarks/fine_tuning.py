@@ -1,27 +1,25 @@
 """Supervised fine-tuning beside TRL's SFTTrainer: equal model, rows, order, batches and settings, float32.
 
-CPU seconds of the steps after the first, in pairs: a process of TRL (``trl_sft.py``), then ours; the median counts.
-TRL pads a batch to its longest row; what packs without padding there needs FlashAttention.
+CPU seconds of the steps after the first, in pairs: a process of TRL (``trl_training.py``), then ours; the median
+counts. TRL pads a batch to its longest row; what packs without padding there needs FlashAttention.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.frame import Measure, at_least, compared
 from benchmarks.models import SMALL, write_random_model
+from benchmarks.processes import train_with_trl
 from rollmesh.config.sft_config import RowOptions, SftTrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.sft.sft_trainer import SftTrainer
@@ -31,14 +29,12 @@ from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.policy_learner import PolicyLearner
 from tests.kit.environments import ENVIRONMENTS, NotInstalled
 
-_SCRIPT = Path(__file__).with_name("trl_sft.py")
 _CASES: Mapping[str, tuple[Mapping[str, int], int]] = {
     "the demo's size": (SMALL, 9),
     "width 512": ({"hidden_size": 512, "num_hidden_layers": 2, "intermediate_size": 1536}, 3),
 }
 """Shape of the model and number of steps, of which the first is not measured."""
 _BATCH_ROWS, _RATE, _LONGEST = 32, 1e-3, 600
-_RUN_SECONDS = 1800.0
 
 
 def measure_fine_tuning(pairs: int) -> list[Measure]:
@@ -107,20 +103,7 @@ def _ours(root: Path, steps: int) -> tuple[int, float, list[float]]:
 
 def _trl(root: Path, python: Path, steps: int) -> tuple[float, list[float]]:
     """Return the CPU seconds of the steps after the first, and the losses of all."""
-    jobs, history = root / "jobs.json", root / "history.json"
-    job = {"model": str(root / "model"), "data": str(root / "rows.jsonl"), "chat": False, "history": str(history)}
-    jobs.write_text(json.dumps([{**job, "batch_rows": _BATCH_ROWS, "steps": steps, "learning_rate": _RATE}]))
-    threads = str(torch.get_num_threads())
-    done = subprocess.run(
-        # -P: else the script's folder comes first, with benchmarks/queue.py for the module queue.
-        [python, "-P", _SCRIPT, jobs],
-        env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HOME": str(root), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_RUN_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise DataError(f"bench train: TRL ended with status {done.returncode}\n{done.stderr[-4000:]}")
-    found: list[dict[str, Any]] = json.loads(history.read_text())
+    job = {"model": str(root / "model"), "data": str(root / "rows.jsonl"), "chat": False, "batch_rows": _BATCH_ROWS}
+    job |= {"steps": steps, "learning_rate": _RATE}
+    found = train_with_trl(python, root, job, threads=torch.get_num_threads())
     return found[-1]["cpu_seconds"] - found[0]["cpu_seconds"], [float(step["loss"]) for step in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,8 +17,13 @@ from typing import Any
 import yaml
 
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.errors import DataError
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
+
+_ROOT = Path(__file__).resolve().parents[1]
+_TRL_SECONDS = 1800.0
 
 
 @contextmanager
@@ -34,6 +40,36 @@ def running_redis(folder: Path, megabytes: int) -> Iterator[EmbeddedServer]:
 def command(*arguments: object) -> list[str]:
     """Return the command line of ``rollmesh`` with these arguments."""
     return [sys.executable, "-P", "-m", "rollmesh.cli.main", *map(str, arguments)]
+
+
+def train_with_trl(
+    python: Path, root: Path, job: Mapping[str, Any], *, processes: int = 1, threads: int = 1
+) -> list[dict[str, Any]]:
+    """Train as ``trl_training.py`` says, in TRL's environment, and return the history. Raises DataError if it fails."""
+    jobs, history = root / "jobs.json", root / "history.json"
+    jobs.write_text(json.dumps([{**job, "history": str(history)}]))
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    done = subprocess.run(
+        [python, *ranks, _ROOT / "benchmarks" / "trl_training.py", jobs],
+        # Without PYTHONSAFEPATH the script's folder comes first, with benchmarks/queue.py for the module queue.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(_ROOT / "services"),
+            "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "HF_HOME": str(root),
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=_TRL_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise DataError(f"TRL ended with status {done.returncode}\n{done.stderr[-4000:]}")
+    found: list[dict[str, Any]] = json.loads(history.read_text())
+    return found
 
 
 def write_run_file(file: Path, data: Mapping[str, Any]) -> RunConfig:
@@ -85,3 +121,11 @@ class TrainingRun:
             process.wait()
             # The launcher stops its server, unless it was killed.
             EmbeddedServer(self.folder.redis).kill()
+
+    def train(self, data: Mapping[str, Any], seconds: float) -> RecordedRun:
+        """Run ``rollmesh up`` to its end. Raises DataError with its output for a run that fails."""
+        with self.up(data) as launcher:
+            status = launcher.wait(seconds)
+        if status != 0:
+            raise DataError(f"{self.root.name} ended with status {status}\n{self.output[-4000:]}")
+        return RecordedRun(self.folder.path)

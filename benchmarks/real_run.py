@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from benchmarks.processes import TrainingRun
 from rollmesh.errors import DataError
 from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.sim.cores import Samples, Strangers
 from rollmesh.sim.run_records import (
     RecordedWork,
     RunRecords,
@@ -32,10 +30,6 @@ _SAMPLE_SECONDS = 0.5
 _ANSWER_SECONDS = 60.0
 _RUN_SECONDS = 900.0
 _END_SECONDS = 60.0
-_STATE, _NICE = 0, 16
-"""Places of the state and of the niceness in /proc/PID/task/TID/stat, after the name (man 5 proc_pid_stat)."""
-_WEIGHT_OF_A_NICE = 1.25
-"""Ratio of the weights of two neighbouring values of niceness (man 7 sched)."""
 _COUNTERS = ("decode_steps", "generated_tokens", "prefill_tokens", "busy_seconds")
 
 
@@ -74,7 +68,6 @@ def real_run(
         generator_cpu_seconds=cpu_seconds["generators"],
         service_cpu_seconds=cpu_seconds["services"],
         reward_seconds=reward_seconds,
-        strangers=sampler.strangers(),
         fetch_seconds=fetch_seconds,
         swap_seconds=swap_seconds,
     )
@@ -105,7 +98,6 @@ class RunSampler:
         self._counters: list[dict[int, dict[str, float]]] = []
         self._seconds: dict[int, tuple[str, float, float]] = {}
         """Service and processor seconds at the first and at the newest sample, by process."""
-        self._strangers: list[Counter[float]] = []
 
     def place(self, generator_cores: Sequence[int], other_cores: Sequence[int]) -> None:
         """Keep generators and other processes on their cores; threads that start later follow their process."""
@@ -126,9 +118,7 @@ class RunSampler:
         self._counters.append(sums)
         parts = {endpoint.pid: "generators" for endpoint in generators}
         parts |= {endpoint.pid: "trainer" for endpoint in read_endpoints(self._folder, "trainer")}
-        processes = processes_of(self._launcher)
-        self._strangers.append(_runnable_weights({os.getpid(), *(process.pid for process in processes)}))
-        for process in processes:
+        for process in processes_of(self._launcher):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times, pid = process.cpu_times(), process.pid
                 seconds = times.user + times.system
@@ -150,13 +140,6 @@ class RunSampler:
             sums[part] += last - first
         return sums
 
-    def strangers(self) -> Samples:
-        """Return the runnable threads of other programs at each sample, by their weight."""
-        return tuple(
-            tuple(Strangers(number=number, weight=weight) for weight, number in sorted(now.items()))
-            for now in self._strangers
-        )
-
     def reward_seconds(self) -> float:
         """Return the mean time from the last token to the reward, from the workers' metrics."""
         found = [self._metrics(endpoint) for endpoint in read_endpoints(self._folder, "rollout")]
@@ -176,19 +159,6 @@ def processes_of(launcher: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-def _runnable_weights(own: Collection[int]) -> Counter[float]:
-    """Count the runnable threads of processes that are not ``own``, by weight."""
-    found: Counter[float] = Counter()
-    niceness = os.nice(0)
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # processes and threads end meanwhile
-            for thread in os.listdir(f"/proc/{pid}/task") if pid not in own else ():
-                fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
-                if fields[_STATE] == "R":
-                    found[_WEIGHT_OF_A_NICE ** (niceness - int(fields[_NICE]))] += 1
-    return found
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:

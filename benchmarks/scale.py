@@ -70,9 +70,9 @@ def run(
         measured[in_flight] = _level(load, THIS_BUILD)
         if teacher:
             taught[in_flight] = _level(replace(load, taught=True), THIS_BUILD)
-    rows = (_measures(n, TOKENS_PER_SECOND, level, others.get(n)) for n, level in measured.items())
-    beside = (_beside(n, measured[n], level) for n, level in taught.items())
-    return [*(measure for row in (*rows, *beside) for measure in row), *_flatness(measured)]
+    rows = [_measures(n, level, others.get(n), "the other build") for n, level in measured.items()]
+    rows += [_measures(n, level, measured[n], "without a teacher") for n, level in taught.items()]
+    return [*(measure for row in rows for measure in row), *_flatness(measured)]
 
 
 def _level(load: Load, build: Path) -> Level:
@@ -80,51 +80,27 @@ def _level(load: Load, build: Path) -> Level:
         return asyncio.run(measure_level(Path(folder), load, build.resolve()))
 
 
-def _measures(in_flight: int, rate: float, level: Level, other: Level | None) -> list[Measure]:
-    """Return all figures of one level, with those of the other build as the baseline, if there is one."""
-    before = None if other is None else _figures(in_flight, rate, other)
+def _measures(in_flight: int, level: Level, other: Level | None, name_of_other: str) -> list[Measure]:
+    """Return all figures of one level, with those of another one as the baseline, if there is one."""
+    before = None if other is None else _figures(in_flight, other)
+    where = f"{in_flight:,} in flight{', with a teacher' if level.taught else ''}"
     return [
-        Measure(name=f"{in_flight:,} in flight: {name}", value=value, unit=unit, bars=bars)
+        Measure(name=f"{where}: {name}", value=value, unit=unit, bars=bars)
         if before is None
-        else compared(f"{in_flight:,} in flight: {name}", value, unit, "the other build", before[name][0], bars)
-        for name, (value, unit, bars) in _figures(in_flight, rate, level).items()
+        else compared(f"{where}: {name}", value, unit, name_of_other, before[name][0], bars)
+        for name, (value, unit, bars) in _figures(in_flight, level).items()
         if before is None or name in before
     ]
 
 
-def _beside(in_flight: int, plain: Level, taught: Level) -> list[Measure]:
-    """Compare the cost of a trajectory with a teacher with that without one."""
-    costs = {part: [1000 * level.cpu_seconds[part] / level.finished for level in (taught, plain)] for part in _OURS}
-    costs[_TOTAL.removeprefix("CPU of ").removesuffix(" a trajectory")] = [
-        sum(each) for each in zip(*costs.values(), strict=True)
-    ]
-    return [
-        *(
-            compared(
-                f"{in_flight:,} in flight, with a teacher: CPU of {part} a trajectory",
-                cost,
-                "ms",
-                "without a teacher",
-                before,
-                (at_most("ratio", _TAUGHT),) if part not in _OURS else (),
-            )
-            for part, (cost, before) in costs.items()
-        ),
-        *(
-            Measure(name=f"{in_flight:,} in flight, with a teacher: {name}", value=count, unit="count", bars=NONE)
-            for name, count in taught.faults.items()
-        ),
-    ]
-
-
-def _figures(in_flight: int, rate: float, level: Level) -> dict[str, tuple[float, str, tuple[Bar, ...]]]:
+def _figures(in_flight: int, level: Level) -> dict[str, tuple[float, str, tuple[Bar, ...]]]:
     figures: dict[str, tuple[float, str, tuple[Bar, ...]]] = {
         "held": (level.in_flight, "rollouts", (at_least("value", _HELD * in_flight),)),
         "finished": (level.finished / level.seconds, "1/s", ()),
         "tokens of a call": (
             level.tokens / level.seconds / level.in_flight,
             "1/s",
-            (at_least("value", _HELD * rate),),
+            (at_least("value", _HELD * TOKENS_PER_SECOND),),
         ),
     }
     for part in (*_OURS, *(part for part in level.cpu_seconds if part not in _OURS)):
@@ -132,7 +108,8 @@ def _figures(in_flight: int, rate: float, level: Level) -> dict[str, tuple[float
     for name, values in level.samples.items():
         for percent in (50, 99):
             figures[f"{name}, p{percent}"] = (1000 * float(np.percentile(values, percent)), "ms", ())
-    figures[_TOTAL] = (1000 * _cost(level) / level.finished, "ms", ())
+    bars = (at_most("ratio", _TAUGHT),) if level.taught else ()
+    figures[_TOTAL] = (1000 * _cost(level) / level.finished, "ms", bars)
     return figures | {name: (count, "count", NONE) for name, count in level.faults.items()}
 
 

@@ -75,6 +75,7 @@ class Level:
     """Seconds of event-loop lag by part, of PINGs to Redis, of the leader's views and of its decisions."""
     faults: dict[str, int]
     """Counts over the whole level that must be 0."""
+    taught: bool
 
 
 @dataclass(slots=True)
@@ -166,6 +167,7 @@ async def measure_level(folder: Path, load: Load, build: Path) -> Level:
             cpu_seconds={part: seconds - cpu_before[part] for part, seconds in cpu_after.items()},
             samples={"PING of Redis": pings, **_samples(folder, began, ended)},
             faults=_faults(after, await store.mesh.counts(), _ledger(folder)),
+            taught=load.taught,
         )
 
 

@@ -32,7 +32,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS, companion_fields
-from rollmesh.sim.calibration import SimulatedMachine, calibrated_settings, updates_per_second, with_latencies
+from rollmesh.sim.calibration import Calibration, updates_per_second
 from rollmesh.sim.run_records import RunRecords
 
 CALIBRATED_ON = "sync"
@@ -68,8 +68,6 @@ class Pair:
     seed: int
     real: float
     simulated: float
-    strangers: float
-    """Mean number of runnable processes outside of the mesh during the real run, times their weights."""
     load_average: float
     """Load average of the machine over a minute, at the end of the real run."""
     neighbours: tuple[str, ...] = ()
@@ -86,7 +84,7 @@ class Pair:
         ratio = self.simulated / self.real
         return (
             f"{self.name}: real {self.real:.3f} updates/s, simulated {self.simulated:.3f}, ratio {ratio:.2f}; "
-            f"load average {self.load_average:.1f}, others' weight {self.strangers:.1f}"
+            f"load average {self.load_average:.1f}"
         )
 
 
@@ -154,7 +152,6 @@ def measures_of(pairs: Sequence[Pair]) -> list[Measure]:
 def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int) -> Iterator[Pair]:
     """Run the arms two by two, the calibrating one between them, and simulate all three."""
     cores = sorted(os.sched_getaffinity(0))
-    machine = SimulatedMachine(cores=len(cores), is_shared=cell.is_shared)
     for first, *others in (arms[at : at + 2] for at in range(0, len(arms), 2)):
         runs: dict[str, tuple[RunConfig, RunRecords, float]] = {}
         for arm in (first, CALIBRATED_ON, *others):
@@ -164,17 +161,14 @@ def _pairs(root: Path, cell: Cell, seed: int, arms: Sequence[str], updates: int)
             config = write_run_file(folder / "run.yaml", data)
             runs[arm] = config, real_run(folder, data, *sides(cell, cores)), os.getloadavg()[0]
         calibrating, found, _ = runs[CALIBRATED_ON]
-        calibration = with_latencies(calibrating, found, machine)
+        calibration = Calibration.on_cores(calibrating, found, cores=len(cores), is_shared=cell.is_shared)
         for arm, (config, found, load_average) in runs.items():
-            settings = calibrated_settings(config, calibration, machine, found.strangers)
-            weights = (sum(other.number * other.weight for other in now) for now in found.strangers)
             yield Pair(
                 arm=arm,
                 cell=cell,
                 seed=seed,
                 real=found.updates_per_second,
-                simulated=updates_per_second(settings),
-                strangers=statistics.fmean(weights),
+                simulated=updates_per_second(calibration.own_settings(config)),
                 load_average=load_average,
                 neighbours=(first, *others) if arm == CALIBRATED_ON else (),
             )

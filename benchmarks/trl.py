@@ -1,34 +1,28 @@
 """Updates of the demo beside TRL's GRPOTrainer: equal model, task, batch and machine.
 
 Ours is a run of the demo, all its processes; its rate is between the ends of the first and the last update. TRL is the
-script of a user (``trl_grpo.py``) in an environment of its own (``python -m tests.kit.environments trl``), without its
-first update. It samples with transformers, in turn with the updates. The baseline is the fastest of its settings.
+script of a user (``trl_training.py``) in an environment of its own (``python -m tests.kit.environments trl``), without
+its first update. It samples with transformers, in turn with the updates. The baseline is the fastest of its settings.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from benchmarks.frame import Measure, Quick, at_least, compared
-from benchmarks.processes import TrainingRun
+from benchmarks.processes import TrainingRun, train_with_trl
 from rollmesh.config.recipes import recipe_file
-from rollmesh.errors import ConfigError, DataError
+from rollmesh.errors import ConfigError
 from rollmesh.recipes.countdown.demonstrations import starter_rows
-from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import newest_per_step, number
 from tests.kit.environments import ENVIRONMENTS, NotInstalled
 
-_ROOT = Path(__file__).resolve().parents[1]
 _SETTINGS: Mapping[str, tuple[int, int]] = {
     "one process": (1, 1),
     "one process of two threads": (1, 2),
@@ -73,30 +67,11 @@ def run(*, quick: Quick = False) -> list[Measure]:
 
 
 def _trl(root: Path, python: Path, processes: int, threads: int, *, updates: int) -> Pace:
-    rows, history = root / "rows.jsonl", root / "history.json"
+    rows = root / "rows.jsonl"
     rows.write_text(starter_rows())
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    script = [str(_ROOT / "benchmarks" / "trl_grpo.py"), "--model", str(recipe_file("countdown", "model"))]
-    done = subprocess.run(
-        [python, *ranks, *script, "--data", rows, "--updates", str(updates), "--history", history],
-        # Without PYTHONSAFEPATH the script's folder comes first, with benchmarks/queue.py for the module queue.
-        env={
-            **os.environ,
-            "PYTHONPATH": str(_ROOT / "services"),
-            "PYTHONSAFEPATH": "1",
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-            "HF_HOME": str(root),
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=_RUN_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise DataError(f"bench trl: TRL ended with status {done.returncode}\n{done.stderr[-4000:]}")
-    steps: list[dict[str, Any]] = [line for line in json.loads(history.read_text()) if "step_time" in line][1:]
+    job = {"model": str(recipe_file("countdown", "model")), "data": str(rows), "steps": updates, "learning_rate": 4e-4}
+    history = train_with_trl(python, root, job, processes=processes, threads=threads)
+    steps = [line for line in history if "step_time" in line][1:]
     seconds, length = (
         statistics.fmean(float(step[name]) for step in steps) for name in ("step_time", "completions/mean_length")
     )
@@ -108,11 +83,7 @@ def _demo(root: Path, updates: int) -> Pace:
     data = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text()) | {"folder": str(run.folder.path)}
     data["trainer"]["train_steps"] = updates
     data["evaluation"]["before_and_after"] = False
-    with run.up(data) as launcher:
-        status = launcher.wait(_RUN_SECONDS)
-    if status != 0:
-        raise DataError(f"bench trl: the demo ended with status {status}\n{run.output[-4000:]}")
-    steps = newest_per_step(RecordedRun(run.folder.path).metrics.records)
+    steps = newest_per_step(run.train(data, _RUN_SECONDS).metrics.records)
     times = [number(step, "time") for step in steps]
     tokens = statistics.fmean(number(step, "batch.trained_tokens") for step in steps[1:])
     return Pace((times[-1] - times[0]) / (len(times) - 1), tokens)

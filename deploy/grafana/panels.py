@@ -37,10 +37,11 @@ _REFS = "ABCDEFGHIJ"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression and the legend of its series."""
+    """One expression, the legend of its series, and their unit."""
 
     expression: str
     legend: str
+    unit: str = "none"
 
 
 def rule(name: str, word: str = "", legend: str = "") -> Query:
@@ -50,17 +51,19 @@ def rule(name: str, word: str = "", legend: str = "") -> Query:
 
 def gauge(metric: str, word: str = "", labels: str = RUN, legend: str = "") -> Query:
     """Query a metric as it is; of every process if ``labels`` is PROCESS."""
-    return Query(f"{metric}{{{labels}}}", legend or _legend("instance" if labels == PROCESS else "", word))
+    legend = legend or _legend("instance" if labels == PROCESS else "", word)
+    return Query(f"{metric}{{{labels}}}", legend, _unit(metric))
 
 
 def total(metric: str, by: str = "", word: str = "", labels: str = RUN) -> Query:
     """Query the sum of a gauge."""
-    return Query(f"sum {by_run(by)} ({metric}{{{labels}}})", _legend(by, word))
+    return Query(f"sum {by_run(by)} ({metric}{{{labels}}})", _legend(by, word), _unit(metric))
 
 
 def per_second(counter: str, by: str = "", word: str = "", labels: str = RUN) -> Query:
     """Query the summed increase of a counter per second."""
-    return Query(rate(counter, by, labels), _legend(by, word))
+    unit = {"none": "ops", "bytes": "Bps"}.get(_unit(counter), _unit(counter))
+    return Query(rate(counter, by, labels), _legend(by, word), unit)
 
 
 def per_minute(counter: str, by: str = "", word: str = "", labels: str = RUN) -> Query:
@@ -68,9 +71,15 @@ def per_minute(counter: str, by: str = "", word: str = "", labels: str = RUN) ->
     return Query(f"60 * {rate(counter, by, labels)}", _legend(by, word))
 
 
+def mean(histogram: str, by: str = "", word: str = "", labels: str = RUN) -> Query:
+    """Query the mean of a histogram's observations."""
+    parts = (rate(f"{histogram}_{part}", by, labels) for part in ("sum", "count"))
+    return Query(" / ".join(parts), _legend(by, word), _unit(histogram))
+
+
 def quantiles(histogram: str, *shares: float, by: str = "") -> list[Query]:
     """Query quantiles of a histogram, one curve each."""
-    return [Query(quantile(share, histogram, by), _legend(by, f"{share:.0%}")) for share in shares]
+    return [Query(quantile(share, histogram, by), _legend(by, f"{share:.0%}"), _unit(histogram)) for share in shares]
 
 
 def led(metric: str, by: str = "") -> str:
@@ -95,6 +104,12 @@ def by_run(labels: str = "") -> str:
     return f"by (namespace, run, {labels})" if labels else "by (namespace, run)"
 
 
+def _unit(metric: str) -> str:
+    """Return the unit that the name of a metric says."""
+    units = {"seconds": "s", "bytes": "bytes", "tokens": "short"}
+    return next((unit for word, unit in units.items() if f"_{word}" in metric), "none")
+
+
 def _legend(by: str, word: str) -> str:
     """Join a word, the values of the labels and the run; an instance is of one run."""
     labels = by.split(", ") if "instance" in by else [*filter(None, by.split(", ")), "run", "namespace"]
@@ -117,7 +132,7 @@ def curve(
     title: str,
     description: str,
     *queries: Query,
-    unit: str = "none",
+    unit: str = "",
     width: int = 8,
     stacked: bool = False,
     least: float | None = 0,
@@ -125,8 +140,9 @@ def curve(
     limits: Limits = (),
     logarithmic: bool = False,
 ) -> timeseries.Panel:
-    """Values over time; ``limits`` are drawn as coloured lines."""
-    panel = timeseries.Panel().title(title).description(description).unit(unit).datasource(PROMETHEUS)
+    """Values over time, by default in the unit of the first query; ``limits`` are drawn as coloured lines."""
+    panel = timeseries.Panel().title(title).description(description).datasource(PROMETHEUS)
+    panel.unit(unit or queries[0].unit)
     panel.span(width).height(_HEIGHT).line_width(1).fill_opacity(60 if stacked else 8)
     panel.show_points(common_models.VisibilityMode.AUTO)
     panel.legend(
@@ -205,10 +221,10 @@ def bars(
     return panel.with_target(_target("A", query).instant())
 
 
-def density(title: str, description: str, histogram: str, *, unit: str = "none", width: int = 8) -> heatmap.Panel:
+def density(title: str, description: str, histogram: str, *, width: int = 8) -> heatmap.Panel:
     """Show the distribution of a histogram's observations over time."""
     panel = heatmap.Panel().title(title).description(description).datasource(PROMETHEUS).span(width).height(_HEIGHT)
-    panel.calculate(False).cell_gap(1).y_axis(heatmap.YAxisConfig().unit(unit))
+    panel.calculate(False).cell_gap(1).y_axis(heatmap.YAxisConfig().unit(_unit(histogram)))
     panel.color(heatmap.HeatmapColorOptions().mode(heatmap_models.HeatmapColorMode.SCHEME).scheme("Viridis").steps(32))
     query = Query(f"sum by (le) (increase({histogram}_bucket{{{RUN}}}[$__rate_interval]))", "{{le}}")
     return panel.with_target(_target("A", query).format(prometheus_models.PromQueryFormat.HEATMAP))

@@ -13,7 +13,7 @@ from rollmesh.algorithms import advantages, losses, token_masks
 from rollmesh.curriculum import budgets, planners, prompt_tables, shapers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlugInPoint:
     """One field that names a method."""
 
@@ -22,79 +22,37 @@ class PlugInPoint:
     """Name of its page without ending."""
     field: str
     """Field of the run file that names the method."""
-    contract: str
+    contract: str = ""
     """Source text of the types that a function of a user has to fit; empty if it takes no user's code."""
     own: str = ""
     """File in ``examples`` with one of a user's own."""
 
 
-def _contracts() -> Mapping[str, str]:
-    outcome = protocol_source(group_outcome, "MemberOutcome", "GroupOutcome")
-    record = protocol_source(prompt_history, "PromptRecord")
-    return {
-        "sampler": protocol_source(prompt_tables, "Draw", "PromptTable", "History", "Sampler"),
-        "planner": "\n\n\n".join((protocol_source(planners, "Round", "RolloutPlanner"), outcome, record)),
-        "group_shaper": protocol_source(shapers, "Closing", "GroupShaper"),
-        "budget": protocol_source(budgets, "Budget"),
-        "advantage": protocol_source(advantages, "TrajectoryColumns", "Advantage"),
-        "loss": protocol_source(losses, "ClipReason", "LossInput", "LossOptions", "TokenLoss", "PolicyLoss"),
-        "masks": protocol_source(token_masks, "MaskInput", "TokenMask"),
-    }
-
-
 def plug_in_points() -> Mapping[str, PlugInPoint]:
     """Return the points by their name in ``rollmesh config methods``, in the order of the pages."""
-    contract = _contracts()
-    algorithm = "trainer.algorithm"
+    sampler = protocol_source(prompt_tables, "Draw", "PromptTable", "History", "Sampler")
+    outcome = protocol_source(group_outcome, "MemberOutcome", "GroupOutcome")
+    record = protocol_source(prompt_history, "PromptRecord")
+    planner = "\n\n\n".join((protocol_source(planners, "Round", "RolloutPlanner"), outcome, record))
+    shaper, budget = protocol_source(shapers, "Closing", "GroupShaper"), protocol_source(budgets, "Budget")
+    advantage = protocol_source(advantages, "TrajectoryColumns", "Advantage")
+    loss = protocol_source(losses, "ClipReason", "LossInput", "LossOptions", "TokenLoss", "PolicyLoss")
+    mask = protocol_source(token_masks, "MaskInput", "TokenMask")
+    learn, algorithm = "curriculum", "trainer.algorithm"
     return MappingProxyType(
         {
-            "sampler": PlugInPoint(
-                title="Samplers",
-                page="curriculum",
-                field="curriculum.sampler",
-                contract=contract["sampler"],
-                own="own_sampler.py",
-            ),
-            "planner": PlugInPoint(
-                title="Planners",
-                page="curriculum",
-                field="curriculum.planner",
-                contract=contract["planner"],
-                own="own_planner.py",
-            ),
-            "group_shaper": PlugInPoint(
-                title="Group shapers",
-                page="curriculum",
-                field="curriculum.group_shaper",
-                contract=contract["group_shaper"],
-            ),
-            "budget": PlugInPoint(
-                title="Budgets", page="curriculum", field="curriculum.token_budget", contract=contract["budget"]
-            ),
+            "sampler": PlugInPoint("Samplers", learn, "curriculum.sampler", sampler, "own_sampler.py"),
+            "planner": PlugInPoint("Planners", learn, "curriculum.planner", planner, "own_planner.py"),
+            "group_shaper": PlugInPoint("Group shapers", learn, "curriculum.group_shaper", shaper),
+            "budget": PlugInPoint("Budgets", learn, "curriculum.token_budget", budget),
             "advantage": PlugInPoint(
-                title="Advantages",
-                page="advantages",
-                field=f"{algorithm}.advantage",
-                contract=contract["advantage"],
-                own="own_advantage.py",
+                "Advantages", "advantages", f"{algorithm}.advantage", advantage, "own_advantage.py"
             ),
-            "loss": PlugInPoint(
-                title="Losses",
-                page="losses",
-                field=f"{algorithm}.loss",
-                contract=contract["loss"],
-                own="own_loss.py",
-            ),
-            "masks": PlugInPoint(
-                title="Token masks", page="token-masks", field=f"{algorithm}.masks", contract=contract["masks"]
-            ),
-            "old_logprobs": PlugInPoint(
-                title="Old-logprob sources", page="old-logprobs", field=f"{algorithm}.old_logprobs", contract=""
-            ),
-            "update_scale": PlugInPoint(
-                title="Update scales", page="old-logprobs", field=f"{algorithm}.update_scale", contract=""
-            ),
-            "replay": PlugInPoint(title="Replay", page="old-logprobs", field="trainer.replay.by", contract=""),
+            "loss": PlugInPoint("Losses", "losses", f"{algorithm}.loss", loss, "own_loss.py"),
+            "masks": PlugInPoint("Token masks", "token-masks", f"{algorithm}.masks", mask),
+            "old_logprobs": PlugInPoint("Old-logprob sources", "old-logprobs", f"{algorithm}.old_logprobs"),
+            "update_scale": PlugInPoint("Update scales", "old-logprobs", f"{algorithm}.update_scale"),
+            "replay": PlugInPoint("Replay", "old-logprobs", "trainer.replay.by"),
         }
     )
 

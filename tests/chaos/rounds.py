@@ -19,10 +19,10 @@ from .judge import judge
 from .judge.full_weights import delta_count
 from .judge.trained_groups import group_rules
 
-EXEMPT = "no bound"
+_EXEMPT = "no bound"
 """Bound of a round that may waste any number of tokens; the reason is printed below the table."""
 _EXEMPT_BECAUSE = (
-    f"{EXEMPT}: a killed Redis loses data that is not in its file or is cut off it, also finished rollouts, which are "
+    f"{_EXEMPT}: a killed Redis loses data that is not in its file or is cut off it, also finished rollouts, which are "
     "sampled again; surplus members are cut off with unsaved tokens; the saved tokens of an agent are not only sampled "
     "ones; all other requirements apply. A run that must not end green has no bound either"
 )
@@ -88,7 +88,7 @@ def rounds_table(results: Sequence[ChaosRound]) -> Table:
     table = Table(*columns, *count_columns, caption=_EXEMPT_BECAUSE if exempt else None, caption_justify="left")
     for number, r in enumerate(results, 1):
         verdict = "ok" if r.passed else "FAILED"
-        bound = EXEMPT if r.regenerated_bound is None else str(r.regenerated_bound)
+        bound = _EXEMPT if r.regenerated_bound is None else str(r.regenerated_bound)
         row = (number, r.fault if r.injected else f"{r.fault} (did not strike)", verdict, f"{r.seconds:.0f}")
         verdicts = (
             "green" if r.green else "not green",

@@ -1,4 +1,4 @@
-"""The queue model with the transitions that no simulated mesh takes: workers that fail, fork or return, a rollback.
+"""The queue model with what no simulated mesh has: workers that fail or return, forks, slices, a rollback.
 
 The state machine compares it with a real server, and the virtual mesh of the scheduler's tests runs on it.
 """
@@ -6,10 +6,12 @@ The state machine compares it with a real server, and the virtual mesh of the sc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollmesh.mesh import DropReason
-from rollmesh.sim.queue_model import GroupState, ModelMember, QueueModel, Save
+from rollmesh.mesh import DropReason, RunLimits, WasteReason
+from rollmesh.sim.queue_model import GroupState, ModelGroup, ModelMember, QueueModel, Save
+from rollmesh.sim.queue_model.records import MOST_MEMBERS_AT_ONCE
 from rollmesh.types import ForkStatus, TrajectoryState
 
 _LEASED, _FINISHED = TrajectoryState.LEASED, TrajectoryState.FINISHED
@@ -23,8 +25,88 @@ class HeldSaves(NamedTuple):
     saves: tuple[Save, ...]
 
 
+@dataclass(slots=True, eq=False)
+class DroppedGroup:
+    """A large group that has left the queue, and whose members are deleted in slices."""
+
+    reason: str
+    """Reason for the ledger; empty when a batch file has the group."""
+    members: list[ModelMember]
+    deleted: int = 0
+    """Number of members deleted so far, from the first on."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupReset:
+    """A large group that begins again, and whose members are reset in slices, from the last one to the first."""
+
+    group: ModelGroup
+    reason: WasteReason
+    left: int
+    """Number of members to reset."""
+    fresh: int
+    """Unfinished members that it gets; the last ones beyond them are forgotten."""
+    longest: int = 0
+
+
 class WholeQueueModel(QueueModel):
     """Every transition of the store's scripts."""
+
+    def __init__(self, limits: RunLimits) -> None:
+        super().__init__(limits)
+        self.half_gone: dict[str, DroppedGroup] = {}
+        self.returning: dict[str, GroupReset] = {}
+
+    def is_gone(self, group: ModelGroup) -> bool:
+        """Tell whether the record of a group is deleted, or waits while its members are reset."""
+        return super().is_gone(group) or group.group_id in self.returning
+
+    def delete_members(self, group: ModelGroup, reason: str = "") -> None:
+        """Delete the members of a group; those of a large group leave the queues now and are deleted in slices."""
+        if self.returning.pop(group.group_id, None) is None and len(group.members) <= MOST_MEMBERS_AT_ONCE:
+            super().delete_members(group, reason)
+            return
+        self.half_gone[group.group_id] = DroppedGroup(reason, group.members)
+        for member in group.members:
+            self.leave_queues(member)
+        group.members = []
+
+    def sweep(self, group_id: str, most: int) -> bool:
+        """Delete a slice of the members of a large group that is gone; returns True while more of them are left."""
+        gone = self.half_gone.get(group_id)
+        if gone is None:
+            return False
+        for member in gone.members[gone.deleted : gone.deleted + most]:
+            self.forget_member(member)
+        gone.deleted += most
+        if gone.deleted < len(gone.members):
+            return True
+        del self.half_gone[group_id]
+        if gone.reason:
+            self.note_drop(gone.members, gone.reason)
+        return False
+
+    def _reset(self, group: ModelGroup, reason: WasteReason, fresh: int, incarnation: int) -> None:
+        if len(group.members) <= MOST_MEMBERS_AT_ONCE:
+            super()._reset(group, reason, fresh, incarnation)
+        else:
+            self.returning[group.group_id] = GroupReset(group, reason, len(group.members), fresh)
+
+    def sweep_returning(self, group_id: str, most: int) -> bool:
+        """Continue the reset of a large group; returns True while another call is needed."""
+        reset = self.returning.get(group_id)
+        if reset is None:
+            return False
+        if reset.left:
+            part = slice(max(0, reset.left - most), reset.left)
+            longest = self._reset_members(reset.group, reset.reason, part, self._next_incarnation())
+            reset.left, reset.longest = part.start, max(reset.longest, longest)
+            return True
+        if self._forget_last_members(reset.group, reset.fresh, most) == most:
+            return True
+        del self.returning[group_id]
+        self._end_reset(reset.group, reset.reason, reset.longest)
+        return False
 
     def heartbeat(self, session: str, waiting: int) -> None:
         """Note how many trajectories of a session wait between two calls of a generator."""

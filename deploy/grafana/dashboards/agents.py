@@ -15,7 +15,6 @@ PAGE = Page(
                 "Requests",
                 "Per second, by class of status.",
                 per_second("rollmesh_agents_requests_total", "status"),
-                unit="ops",
                 stacked=True,
             ),
             curve(
@@ -30,7 +29,6 @@ PAGE = Page(
                 "Calls of the OpenAI-compatible API per second, by outcome, and those under way.",
                 per_second("rollmesh_agents_calls_total", "outcome"),
                 total("rollmesh_agents_running_calls", word="under way"),
-                unit="ops",
             ),
             curve(
                 "API tokens",
@@ -45,7 +43,6 @@ PAGE = Page(
                     "recorded",
                     word="answer, recorded:",
                 ),
-                unit="short",
             ),
             share(
                 "Context tokens from a prefix cache",

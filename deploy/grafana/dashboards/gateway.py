@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frame import Page
-from panels import RUN, Query, by_run, curve, per_second, rate, total
+from panels import RUN, Query, by_run, curve, mean, per_second, total
 
 PAGE = Page(
     name="gateway",
@@ -15,18 +15,13 @@ PAGE = Page(
                 "Requests",
                 "Per second, by class of status.",
                 per_second("rollmesh_gateway_requests_total", "status"),
-                unit="ops",
                 stacked=True,
             ),
             curve(
                 "Snapshots of the mesh",
                 "Mean duration of a snapshot, and snapshots per second that failed.",
-                Query(
-                    f"{rate('rollmesh_gateway_look_seconds_sum')} / {rate('rollmesh_gateway_look_seconds_count')}",
-                    "duration {{run}} {{namespace}}",
-                ),
+                mean("rollmesh_gateway_look_seconds", word="duration"),
                 per_second("rollmesh_gateway_look_failures_total", word="refused"),
-                unit="s",
             ),
             curve("Live pages", "Clients that follow the live events.", total("rollmesh_gateway_event_clients")),
             curve(

@@ -34,19 +34,13 @@ PAGE = Page(
                 "Tokens per second",
                 "Tokens sampled by each generator.",
                 per_second("rollmesh_generator_generated_tokens_total", "instance", labels=PROCESS),
-                unit="short",
                 stacked=True,
             ),
             curve(
                 "Running calls",
                 "Calls in slots, beside the slots of the generators in rotation.",
-                Query(
-                    f"sum {by_run()} (rollmesh_generator_running_calls{{{PROCESS}}})", "running {{run}} {{namespace}}"
-                ),
-                Query(
-                    f"sum {by_run()} (rollmesh_generator_waiting_calls{{{PROCESS}}})",
-                    "waiting for a slot {{run}} {{namespace}}",
-                ),
+                total("rollmesh_generator_running_calls", word="running", labels=PROCESS),
+                total("rollmesh_generator_waiting_calls", word="waiting for a slot", labels=PROCESS),
                 Query(f"sum {by_run()} ({_SERVING})", "slots {{run}} {{namespace}}"),
             ),
             share(
@@ -77,7 +71,6 @@ PAGE = Page(
                 "Preemptions",
                 "Calls that lost their cache because it was full; each is prefilled again.",
                 per_second("rollmesh_generator_preemptions_total", "instance", labels=PROCESS),
-                unit="ops",
             ),
             curve(
                 "Context tokens",
@@ -106,7 +99,6 @@ PAGE = Page(
                 "Draft tokens",
                 "Verified in wide decode steps: an accepted one saves its call a step, a wasted one was in vain.",
                 per_second("rollmesh_generator_draft_tokens_total", "outcome", labels=PROCESS),
-                unit="short",
                 stacked=True,
             ),
             curve(
@@ -122,7 +114,6 @@ PAGE = Page(
                 "Memory of drafts",
                 "Earlier responses that the engines draft from.",
                 gauge("rollmesh_generator_draft_bytes", labels=PROCESS),
-                unit="bytes",
             ),
             curve(
                 "In rotation",
@@ -138,14 +129,12 @@ PAGE = Page(
                 "Calls by end, generators",
                 "Why generation calls ended, as the generators count.",
                 per_second("rollmesh_generator_calls_ended_total", "reason", labels=PROCESS),
-                unit="ops",
                 stacked=True,
             ),
             curve(
                 "Calls by end, workers",
                 "Why generation calls ended, as the rollout workers count: broken and invalid answers show only here.",
                 per_second("rollmesh_rollout_calls_ended_total", "reason"),
-                unit="ops",
                 stacked=True,
             ),
             curve(
@@ -165,7 +154,6 @@ PAGE = Page(
                 "Calls held because their worker fell behind with saving, and calls that ended without a token.",
                 per_second("rollmesh_generator_calls_held_back_total", word="held back", labels=PROCESS),
                 per_second("rollmesh_rollout_calls_fruitless_total", word="fruitless"),
-                unit="ops",
             ),
             curve(
                 "Waiting for a generator",
@@ -178,7 +166,6 @@ PAGE = Page(
                 "Finished rollouts",
                 "By finish reason.",
                 per_second("rollmesh_rollout_trajectories_finished_total", "reason"),
-                unit="ops",
                 stacked=True,
             ),
             density("Response length", "Tokens of finished responses.", "rollmesh_rollout_response_tokens"),
@@ -192,31 +179,26 @@ PAGE = Page(
                 "Trajectories leased by workers, and those that continue from saved tokens.",
                 per_second("rollmesh_rollout_leases_total", word="leased"),
                 per_second("rollmesh_rollout_leases_resumed_total", word="resumed"),
-                unit="ops",
             ),
             curve(
                 "Saved as partial",
                 "Rollouts saved as partial trajectories, by reason.",
                 per_second("rollmesh_rollout_trajectories_parked_total", "reason"),
-                unit="ops",
             ),
             curve(
                 "Dropped by workers",
                 "Trajectories that a worker dropped, by reason; lost ones continue on another worker.",
                 per_second("rollmesh_rollout_trajectories_dropped_total", "reason"),
-                unit="ops",
             ),
             curve(
                 "Restarted environments",
                 "Multi-turn rollouts that began again because their environment cannot be resumed.",
                 per_second("rollmesh_rollout_trajectories_restarted_total"),
-                unit="ops",
             ),
             curve(
                 "Evaluation",
                 "Tokens per second that go to evaluations rather than training.",
                 per_second("rollmesh_rollout_evaluation_tokens_total"),
-                unit="short",
             ),
             bars(
                 "Evaluations",

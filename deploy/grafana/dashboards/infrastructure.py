@@ -54,7 +54,6 @@ PAGE = Page(
                 "Memory",
                 "Resident memory of each process.",
                 gauge("process_resident_memory_bytes", legend="{{service}} {{instance}}", labels=PROCESS),
-                unit="bytes",
             ),
             curve(
                 "File descriptors",
@@ -73,7 +72,6 @@ PAGE = Page(
                 "Scrapes",
                 "Duration of a scrape of each process.",
                 gauge("scrape_duration_seconds", legend="{{service}} {{instance}}", labels=PROCESS),
-                unit="s",
             ),
             curve(
                 "Leader",
@@ -130,7 +128,6 @@ PAGE = Page(
                 "Renewals of their registration per second, and those that the store rejected.",
                 per_second("rollmesh_generator_heartbeats_total", word="sent"),
                 per_second("rollmesh_generator_heartbeat_failures_total", word="failed"),
-                unit="ops",
             ),
             curve(
                 "Restarts of Redis",

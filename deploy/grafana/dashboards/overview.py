@@ -111,7 +111,6 @@ PAGE = Page(
                 per_second("rollmesh_generator_generated_tokens_total", word="sampled"),
                 per_second("rollmesh_rollout_sampled_tokens_total", word="kept"),
                 per_second("rollmesh_trainer_trained_tokens_total", word="trained"),
-                unit="short",
             ),
             share(
                 "Waiting",
@@ -151,7 +150,6 @@ PAGE = Page(
                 "Reward outcomes",
                 "Answers scored per second, timed out, and failed by an error of the verifier.",
                 per_second("rollmesh_reward_outcomes_total", "kind"),
-                unit="ops",
             ),
         ],
     },

@@ -5,7 +5,6 @@ from __future__ import annotations
 from frame import Page
 from panels import (
     GREEN,
-    ONE_OR_MORE,
     ORANGE,
     RED,
     Query,
@@ -75,7 +74,6 @@ PAGE = Page(
                     "cut {{run}} {{namespace}}",
                 ),
                 per_second("rollmesh_rollout_groups_evicted_total", word="evicted"),
-                unit="ops",
             ),
             curve(
                 "Paused",
@@ -107,17 +105,9 @@ PAGE = Page(
                 rule("max_staleness_steps:max", word="bound"),
             ),
             curve(
-                "Headroom",
-                "Train steps that the oldest unclaimed group may still wait.",
-                rule("staleness_headroom_steps:min"),
-                limits=ONE_OR_MORE,
-                least=None,
-            ),
-            curve(
                 "Tokens by age",
                 "Tokens kept for training, by how many versions old their policy was when they arrived.",
                 per_second("rollmesh_rollout_sampled_tokens_total", "age"),
-                unit="short",
                 stacked=True,
             ),
             density(
@@ -157,21 +147,18 @@ PAGE = Page(
                 "Evicted groups",
                 "Groups that the leader dropped, per second and by reason.",
                 per_second("rollmesh_rollout_groups_evicted_total", "reason"),
-                unit="ops",
             ),
             curve(
                 "Groups that begin again",
                 "Groups that lost their tokens and started again at once (restarted), or after a wait for a long round "
                 "(set aside, then recalled), per second.",
                 per_second("rollmesh_rollout_groups_begun_again_total", "kind"),
-                unit="ops",
             ),
             curve(
                 "Wasted tokens",
                 "Saved tokens dropped: of dropped groups by reason, of members as unscorable, dead or surplus, of "
                 "groups that were restarted or set aside.",
                 per_second("rollmesh_trainer_wasted_tokens_total", "reason"),
-                unit="short",
                 stacked=True,
             ),
             curve(

@@ -15,7 +15,6 @@ from panels import (
     by_run,
     curve,
     density,
-    gauge,
     led,
     per_second,
     quantiles,
@@ -33,14 +32,12 @@ PAGE = Page(
                 "Outcomes by kind",
                 "Per second: scored, timed out, failed by an error of the verifier.",
                 per_second("rollmesh_reward_outcomes_total", "kind", labels=PROCESS),
-                unit="ops",
                 stacked=True,
             ),
             curve(
                 "Outcomes by verifier",
                 "Per second.",
                 per_second("rollmesh_reward_outcomes_total", "verifier", labels=PROCESS),
-                unit="ops",
                 stacked=True,
             ),
             curve(
@@ -55,19 +52,11 @@ PAGE = Page(
                 "Time-outs scored as wrong",
                 "Per second; their verifier scores a time-out as a wrong answer.",
                 per_second("rollmesh_reward_timeouts_scored_wrong_total", labels=PROCESS),
-                unit="ops",
             ),
             curve(
                 "Outcomes at the workers",
                 "Per second as the rollout workers receive them.",
                 per_second("rollmesh_rollout_reward_outcomes_total", "kind"),
-                unit="ops",
-            ),
-            curve(
-                "Reward of the batches",
-                "Mean outcome of the trained batches.",
-                gauge("rollmesh_trainer_outcome_mean"),
-                least=None,
             ),
         ],
         "Time": [
@@ -75,19 +64,16 @@ PAGE = Page(
                 "From the last token to the outcome",
                 "As the rollout workers see it, queueing included: median, 90% and 99%.",
                 *quantiles("rollmesh_rollout_reward_seconds", 0.5, 0.9, 0.99),
-                unit="s",
             ),
             curve(
                 "Scoring by verifier",
                 "From receipt to outcome: median and 90%.",
                 *quantiles("rollmesh_reward_score_seconds", 0.5, 0.9, by="verifier"),
-                unit="s",
             ),
             density(
                 "Wait for a worker",
                 "Time of an answer in the queue of its service.",
                 "rollmesh_reward_queue_seconds",
-                unit="s",
             ),
         ],
         "Workers": [
@@ -95,7 +81,7 @@ PAGE = Page(
                 "Answers in the service",
                 "Received and not answered (running, the waiting ones included), waiting, and the worker processes.",
                 total("rollmesh_reward_items", "state", labels=PROCESS),
-                Query(f"sum {by_run()} (rollmesh_reward_workers{{{PROCESS}}})", "workers {{run}} {{namespace}}"),
+                total("rollmesh_reward_workers", word="workers", labels=PROCESS),
             ),
             curve(
                 "Answers that wait",
@@ -107,13 +93,11 @@ PAGE = Page(
                 "Workers replaced",
                 "Worker processes per second that were killed for a time-out, died, or retired.",
                 per_second("rollmesh_reward_workers_replaced_total", "reason", labels=PROCESS),
-                unit="ops",
             ),
             curve(
                 "Answers received",
                 "By each reward service, per second.",
                 per_second("rollmesh_reward_answers_total", "instance", labels=PROCESS),
-                unit="ops",
                 stacked=True,
             ),
             bars(
@@ -139,13 +123,11 @@ PAGE = Page(
                 "From the last token to the teacher's scores",
                 "As the rollout workers see it, queueing included: median, 90% and 99%.",
                 *quantiles("rollmesh_rollout_teacher_seconds", 0.5, 0.9, 0.99),
-                unit="s",
             ),
             curve(
                 "Trajectories that a teacher could not score",
                 "Per second, as the rollout workers see it: refused, too late, or with scores that are not usable.",
                 per_second("rollmesh_rollout_teacher_failures_total"),
-                unit="ops",
             ),
             curve(
                 "Tokens scored by teachers",
@@ -162,19 +144,16 @@ PAGE = Page(
                 "Sequences without scores",
                 "Per second, by teacher: log-probabilities that are not finite, or too few, or a sequence too long.",
                 per_second("rollmesh_teacher_errors_total", "teacher"),
-                unit="ops",
             ),
             curve(
                 "Scoring by teacher",
                 "From receipt of a sequence to its scores: median and 90%.",
                 *quantiles("rollmesh_teacher_score_seconds", 0.5, 0.9, by="teacher"),
-                unit="s",
             ),
             curve(
                 "Sequences received by teachers",
                 "Per second, by teacher.",
                 per_second("rollmesh_teacher_sequences_total", "teacher"),
-                unit="ops",
                 stacked=True,
             ),
             curve(

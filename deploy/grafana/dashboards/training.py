@@ -51,7 +51,6 @@ PAGE = Page(
                 "Skipped updates",
                 "Updates per second that were dropped for a gradient that is not finite.",
                 per_second("rollmesh_trainer_skipped_updates_total"),
-                unit="ops",
             ),
         ],
         "Off-policy health": [
@@ -79,13 +78,11 @@ PAGE = Page(
                 "Masked tokens",
                 "Per second, by the first mask that took the token out of the loss.",
                 per_second("rollmesh_trainer_masked_tokens_total", "reason"),
-                unit="short",
             ),
             curve(
                 "Skipped trajectories",
                 "Per second: their advantage is 0, so they need no pass (skip_zero_advantage).",
                 per_second("rollmesh_trainer_skipped_trajectories_total"),
-                unit="short",
             ),
             share(
                 "Replayed",
@@ -104,20 +101,17 @@ PAGE = Page(
                 "Groups drawn by domain",
                 "Per second.",
                 per_second("rollmesh_trainer_domain_groups_total", "domain"),
-                unit="short",
             ),
             curve(
                 "Completed trajectories by domain",
                 "Per second, in ended groups; and those with a positive reward.",
                 per_second("rollmesh_trainer_domain_trajectories_total", "domain"),
                 per_second("rollmesh_trainer_domain_solved_trajectories_total", "domain", word="solved"),
-                unit="short",
             ),
             curve(
                 "Tokens by domain",
                 "Of completed trajectories, per second.",
                 per_second("rollmesh_trainer_domain_tokens_total", "domain"),
-                unit="short",
             ),
             curve(
                 "Factor on the learning rate",
@@ -157,7 +151,6 @@ PAGE = Page(
                 "A gap over few tokens is not significant.",
                 gauge("rollmesh_trainer_logprob_gap_pure_tokens", word="pure"),
                 gauge("rollmesh_trainer_logprob_gap_mixed_cache_tokens", word="mixed cache"),
-                unit="short",
             ),
             share(
                 "Off-policy tokens",
@@ -176,7 +169,6 @@ PAGE = Page(
                 "Old log-probabilities that fell back",
                 "Tokens per second whose old log-probability had to be the sampler's, by reason.",
                 per_second("rollmesh_trainer_old_logprob_fallbacks_total", "reason"),
-                unit="short",
             ),
         ],
         "Work": [
@@ -201,7 +193,6 @@ PAGE = Page(
                 "Trained tokens",
                 "Tokens in the numerator of the loss, per second.",
                 per_second("rollmesh_trainer_trained_tokens_total"),
-                unit="short",
             ),
             share(
                 "Goodput",
@@ -215,9 +206,7 @@ PAGE = Page(
                 per_minute("rollmesh_trainer_steps_total", word="steps"),
                 per_minute("rollmesh_trainer_replayed_steps_total", word="replayed"),
             ),
-            curve(
-                "Trajectories", "Trained on, per second.", per_second("rollmesh_trainer_trajectories_total"), unit="ops"
-            ),
+            curve("Trajectories", "Trained on, per second.", per_second("rollmesh_trainer_trajectories_total")),
         ],
     },
 )

@@ -15,15 +15,14 @@ from panels import (
     curve,
     density,
     gauge,
+    mean,
     number,
     per_minute,
     per_second,
     quantiles,
-    rate,
     rule,
 )
 
-_PHASES = f'{RUN}, phase=~"save|publish"'
 PAGE = Page(
     name="weights",
     title="Weights sync",
@@ -63,18 +62,12 @@ PAGE = Page(
                 "From the announcement of a version to serving it, verified: median and 90%; and a train step.",
                 *quantiles("rollmesh_generator_reload_seconds", 0.5, 0.9),
                 rule("train_step_seconds:mean_rate30m", word="train step"),
-                unit="s",
             ),
             curve(
                 "Phases of a reload",
                 "Mean seconds: fetch from an object store; verify and stage at the same time, while the old version "
                 "serves; swap and canary, while decoding is held.",
-                Query(
-                    f"{rate('rollmesh_generator_reload_phase_seconds_sum', 'phase', PROCESS)}"
-                    f" / {rate('rollmesh_generator_reload_phase_seconds_count', 'phase', PROCESS)}",
-                    "{{phase}} {{run}} {{namespace}}",
-                ),
-                unit="s",
+                mean("rollmesh_generator_reload_phase_seconds", "phase", labels=PROCESS),
             ),
             curve(
                 "Wait for a turn",
@@ -87,7 +80,6 @@ PAGE = Page(
                 "Pause of a reload",
                 "Time during which a reload holds decoding: the swap, and the canary if it is scored after the swap.",
                 "rollmesh_generator_reload_pause_seconds",
-                unit="s",
             ),
             curve(
                 "Time lost to reloads",
@@ -106,7 +98,6 @@ PAGE = Page(
                 "Bytes loaded",
                 "Per second and generator.",
                 per_second("rollmesh_generator_reload_bytes_total", "instance", labels=PROCESS),
-                unit="Bps",
             ),
             curve(
                 "Interrupted calls",
@@ -131,23 +122,13 @@ PAGE = Page(
             curve(
                 "Saving and publishing",
                 "Mean seconds that the trainer takes to save a state, and that it waits for one publication.",
-                Query(
-                    f"{rate('rollmesh_trainer_phase_seconds_sum', 'phase', _PHASES)}"
-                    f" / {rate('rollmesh_trainer_phase_seconds_count', 'phase', _PHASES)}",
-                    "{{phase}} {{run}} {{namespace}}",
-                ),
-                unit="s",
+                mean("rollmesh_trainer_phase_seconds", "phase", labels=f'{RUN}, phase=~"save|publish"'),
             ),
             curve(
                 "Publication",
                 "Mean seconds of its phases: training waits for canary and copy of the weights (copy_out); "
                 "copy_canary, write, digest and announce are in the background.",
-                Query(
-                    f"{rate('rollmesh_trainer_publication_seconds_sum', 'phase', RUN)}"
-                    f" / {rate('rollmesh_trainer_publication_seconds_count', 'phase', RUN)}",
-                    "{{phase}} {{run}} {{namespace}}",
-                ),
-                unit="s",
+                mean("rollmesh_trainer_publication_seconds", "phase"),
             ),
             curve(
                 "Wait for publications",

@@ -15,7 +15,7 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import DataError
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.runtime.capacity import this_machine
-from rollmesh.sim.cores import CoreShares, Samples
+from rollmesh.sim.cores import CoreShares
 from rollmesh.sim.decode_curve import EngineCosts
 from rollmesh.sim.reward_model import RewardModel
 from rollmesh.sim.run_records import RecordedWork, RunRecords, TrainedUpdate, recorded_times
@@ -115,77 +115,30 @@ def core_shares(records: RunRecords, *, cores: int, is_shared: bool, is_paced: b
         generators=records.generators,
         generator_demand=min(1.0, records.generator_cpu_seconds / busy) if is_paced else 1.0,
         service_demand=records.service_cpu_seconds / decoding,
-        strangers_before=records.strangers,
-        strangers=records.strangers,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedMachine:
-    """Machine of a simulated mesh."""
-
-    cores: int
-    is_shared: bool
-    """True if generators and trainer share the cores; otherwise each side has half of them."""
-
-
-def calibrated_settings(
-    config: RunConfig, records: RunRecords, machine: SimulatedMachine | None, strangers: Samples
-) -> MeshSettings:
-    """Return the settings of a run file's simulation with all times and lengths from the records of another run.
-
-    ``strangers`` are the processes outside of the mesh in the run that is simulated. Without a ``machine`` generators
-    and trainer never slow each other.
-    """
-    settings = mesh_settings(config, SimulationSetup(lengths=str(records.folder), seed=config.seed))
-    return with_measured_times(settings, config, records, machine, strangers)
-
-
-def with_measured_times(
-    settings: MeshSettings,
-    config: RunConfig,
-    records: RunRecords,
-    machine: SimulatedMachine | None,
-    strangers: Samples = (),
-) -> MeshSettings:
-    """Return the settings of a run file's simulation with all times from the records of a run."""
-    cores = None
-    if machine is not None:
-        is_paced = config.generator.pace is not None
-        shares = core_shares(records, cores=machine.cores, is_shared=machine.is_shared, is_paced=is_paced)
-        cores = replace(shares, strangers=strangers)
-    return replace(
-        settings,
-        fleet=replace(
-            settings.fleet,
-            cache_tokens=config.generator.kv_tokens,
-            costs=engine_costs(records.work, config.generator.slots),
-            fetch_seconds=records.fetch_seconds,
-            swap_seconds=records.swap_seconds,
-        ),
-        trainer=trainer_model(records.updates[1:], evidence_passes=settings.trainer.evidence_passes),
-        rewards=RewardModel(median_seconds=records.reward_seconds, worker_count=_UNBOUNDED),
-        cores=cores,
-    )
-
-
-def with_latencies(config: RunConfig, records: RunRecords, machine: SimulatedMachine | None) -> RunRecords:
-    """Add what the simulation of the recorded run itself lacks between a policy and the next cut to the reward's time.
-
-    ``config`` is the run file of that run, whose generators and trainer take turns.
-    """
-    settings = calibrated_settings(config, records, machine, records.strangers)
-    updates = SimulatedMesh(settings).run().updates[:-1]
-    lacking = unexplained_seconds(records.updates, updates, settings.trainer.publish_seconds())
-    return replace(records, reward_seconds=records.reward_seconds + lacking)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Times of a run folder, for simulations of its own run file and of others."""
+    """Times of a run, for simulations of its own run file and of others."""
 
     records: RunRecords
-    machine: SimulatedMachine | None
+    cores: int = 0
+    """Cores of the machine on which generators and trainer slow each other; 0 if they never do."""
+    is_shared: bool = True
+    """True if they share the cores; otherwise each side has half of them."""
+
+    @classmethod
+    def on_cores(cls, config: RunConfig, records: RunRecords, *, cores: int, is_shared: bool = True) -> Self:
+        """Take the records of a run whose generators and trainer take turns, with its run file.
+
+        What its own simulation lacks between a policy and the next cut is added to the time of a reward.
+        """
+        found = cls(records=records, cores=cores, is_shared=is_shared)
+        settings = found.own_settings(config)
+        updates = SimulatedMesh(settings).run().updates[:-1]
+        lacking = unexplained_seconds(records.updates, updates, settings.trainer.publish_seconds())
+        return replace(found, records=replace(records, reward_seconds=records.reward_seconds + lacking))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -199,17 +152,39 @@ class Calibration:
         config, schedule = run.config, run.schedule
         assert config is not None and schedule is not None  # recorded_times has read them.
         if not schedule.rests_while_training:
-            return cls(records=records, machine=None)
+            return cls(records=records)
         on_cpu = config.trainer.device == "cpu" or (config.trainer.device == "auto" and not _GPU_DRIVER.exists())
-        machine = SimulatedMachine(cores=this_machine().cores, is_shared=True) if on_cpu else None
         trainer = config.trainer.model_copy(update={"train_steps": len(records.updates)})
         own = config.model_copy(update={"trainer": trainer})
-        return cls(records=with_latencies(own, records, machine), machine=machine)
+        return cls.on_cores(own, records, cores=this_machine().cores if on_cpu else 0)
+
+    def own_settings(self, config: RunConfig) -> MeshSettings:
+        """Return the settings of a run file's simulation with all times and lengths from the records."""
+        setup = SimulationSetup(lengths=str(self.records.folder), seed=config.seed)
+        return self.settings(mesh_settings(config, setup), config)
 
     def settings(self, settings: MeshSettings, config: RunConfig) -> MeshSettings:
-        """Return the settings with the times of the run; parts ahead of a cut are not simulated on shared cores."""
-        machine = None if settings.schedule.part_groups else self.machine
-        return with_measured_times(settings, config, self.records, machine)
+        """Return the settings of a run file's simulation with all times from the records.
+
+        Parts ahead of a cut are not simulated on shared cores.
+        """
+        records, cores = self.records, None
+        if self.cores and not settings.schedule.part_groups:
+            is_paced = config.generator.pace is not None
+            cores = core_shares(records, cores=self.cores, is_shared=self.is_shared, is_paced=is_paced)
+        return replace(
+            settings,
+            fleet=replace(
+                settings.fleet,
+                cache_tokens=config.generator.kv_tokens,
+                costs=engine_costs(records.work, config.generator.slots),
+                fetch_seconds=records.fetch_seconds,
+                swap_seconds=records.swap_seconds,
+            ),
+            trainer=trainer_model(records.updates[1:], evidence_passes=settings.trainer.evidence_passes),
+            rewards=RewardModel(median_seconds=records.reward_seconds, worker_count=_UNBOUNDED),
+            cores=cores,
+        )
 
 
 def updates_per_second(settings: MeshSettings) -> float:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
-from rollmesh.errors import ConfigError
 from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.simulated_trainer import SimulatedTrainer
 
@@ -21,22 +19,8 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strangers:
-    """Processes outside of the mesh that would each take a core."""
-
-    number: float
-    """Number of them that can run, on all cores together."""
-    weight: float = 1.0
-    """Share of each against a process of the mesh: 1 for equal niceness."""
-
-
-Samples = tuple[tuple[Strangers, ...], ...]
-"""Strangers at several moments. The mean of the shares counts: bursts slow a mesh less than their mean number would."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CoreShares:
-    """Slowing of generators and trainer by each other and by processes outside of the mesh."""
+    """Slowing of generators and trainer by each other."""
 
     cores: int
     """Cores of the machine. Generators and trainer share them, or have half of them each."""
@@ -47,46 +31,32 @@ class CoreShares:
     """Cores that one decoding generator takes if it can: 1, or less if a pace makes it sleep."""
     service_demand: float
     """Cores that the other services take while every generator decodes; they are on the cores of the trainer."""
-    strangers_before: Samples = ()
-    """Processes outside of the mesh while the times were measured, at moments of that time; empty for none."""
-    strangers: Samples = ()
-    """The same in the run that is simulated."""
 
     def generator_slowing(self, *, decoding: int, is_training: bool) -> float:
         """Return the factor on the seconds of the ``decoding`` ones."""
         if not (decoding and self.generator_demand):
             return 1.0
-        before = self._generator_share(self.generators, self.strangers_before, is_training=False)
-        return before / self._generator_share(decoding, self.strangers, is_training=is_training)
+        before = self._generator_share(self.generators, is_training=False)
+        return before / self._generator_share(decoding, is_training=is_training)
 
     def trainer_slowing(self, *, decoding: int) -> float:
         """Return the factor on the seconds of the trainer."""
-        before = self._trainer_side_share(1.0, 0, self.strangers_before, is_training=True)
-        return before / self._trainer_side_share(1.0, decoding, self.strangers, is_training=True)
+        before = self._trainer_side_share(1.0, 0, is_training=True)
+        return before / self._trainer_side_share(1.0, decoding, is_training=True)
 
-    def _generator_share(self, decoding: int, strangers: Samples, *, is_training: bool) -> float:
+    def _generator_share(self, decoding: int, *, is_training: bool) -> float:
         demand = self.generator_demand
         if self.is_shared:
-            return self._trainer_side_share(demand, decoding, strangers, is_training=is_training)
-        return self._mean_share(demand, self.cores // 2, [(decoding, demand)], strangers)
+            return self._trainer_side_share(demand, decoding, is_training=is_training)
+        return min(demand, fair_level(self.cores // 2, [(decoding, demand)]))
 
-    def _trainer_side_share(self, demand: float, decoding: int, strangers: Samples, *, is_training: bool) -> float:
+    def _trainer_side_share(self, demand: float, decoding: int, *, is_training: bool) -> float:
+        """Return the share of a process with this demand on the cores of the trainer."""
         services = (1.0 if decoding else 0.0, self.service_demand * decoding / max(1, self.generators))
         demands = [(1.0 if is_training else 0.0, 1.0), services]
         if self.is_shared:
-            return self._mean_share(demand, self.cores, [*demands, (decoding, self.generator_demand)], strangers)
-        return self._mean_share(demand, self.cores - self.cores // 2, demands, strangers)
-
-    def _mean_share(
-        self, demand: float, cores: int, demands: Sequence[tuple[float, float]], strangers: Samples
-    ) -> float:
-        """Return the mean share, over the moments, of a process with this demand on some of the cores.
-
-        A stranger of weight w counts as w processes of 1 / w cores each.
-        """
-        part = cores / self.cores
-        others = [[(part * each.number * each.weight, 1 / each.weight) for each in now] for now in strangers or ((),)]
-        return fmean(min(demand, fair_level(cores, [*demands, *now])) for now in others)
+            return min(demand, fair_level(self.cores, [*demands, (decoding, self.generator_demand)]))
+        return min(demand, fair_level(self.cores - self.cores // 2, demands))
 
 
 def fair_level(cores: float, demands: Sequence[tuple[float, float]]) -> float:
@@ -103,10 +73,7 @@ def fair_level(cores: float, demands: Sequence[tuple[float, float]]) -> float:
 class SimulatedCores:
     """The scheduler of the machine: it divides the cores again whenever a process begins or ends its work."""
 
-    def __init__(self, shares: CoreShares, fleet: Fleet, trainer: SimulatedTrainer, *, part_groups: int) -> None:
-        """Raise ConfigError for a schedule that trains in parts: their times are not divided."""
-        if part_groups:
-            raise ConfigError(f"shared cores with schedule.part_groups={part_groups}: not simulated; set part_groups=0")
+    def __init__(self, shares: CoreShares, fleet: Fleet, trainer: SimulatedTrainer) -> None:
         self._shares = shares
         self._fleet = fleet
         self._trainer = trainer

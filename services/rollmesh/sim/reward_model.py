@@ -54,10 +54,8 @@ class RewardWorkers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveModel:
-    """Rewards of 1 or 0; each prompt has its probability of 1, drawn from a beta distribution."""
+    """Rewards of 1 or 0; each prompt has its probability of 1, uniform in 0 to 1."""
 
-    alpha: float = 1.0
-    beta: float = 1.0
     seed: int = 0
     _probabilities: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Probability of each prompt drawn so far."""
@@ -65,7 +63,7 @@ class SolveModel:
     def probability(self, prompt: int) -> float:
         """Return the probability that an answer to a prompt is correct."""
         if (known := self._probabilities.get(prompt)) is None:
-            known = float(np.random.default_rng((self.seed, 0, prompt)).beta(self.alpha, self.beta))
+            known = float(np.random.default_rng((self.seed, 0, prompt)).beta(1.0, 1.0))
             self._probabilities[prompt] = known
         return known
 

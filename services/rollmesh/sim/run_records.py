@@ -11,7 +11,6 @@ from pathlib import Path
 from rollmesh.errors import DataError
 from rollmesh.report.recorded_run import Record, RecordedRun, read_json_lines
 from rollmesh.report.series import newest_per_step, train_series
-from rollmesh.sim.cores import Samples
 
 _LEAST_UPDATES = 3
 """Train steps of a calibration: the first one has the start of the services in its times."""
@@ -73,8 +72,6 @@ class RunRecords:
     """Mean time of a load during which the old policy serves."""
     swap_seconds: float
     """Mean pause of a load."""
-    strangers: Samples
-    """Runnable processes of the machine that are not of the run, twice a second."""
 
     @property
     def updates_per_second(self) -> float:
@@ -83,7 +80,7 @@ class RunRecords:
 
 
 def recorded_times(run: RecordedRun) -> RunRecords:
-    """Return the records of a run since its newest start, without those of processes outside of it.
+    """Return the records of a run since its newest start.
 
     Scores take no time in them: no file of the folder has it. Raises DataError for a folder with too little.
     """
@@ -119,7 +116,6 @@ def recorded_times(run: RecordedRun) -> RunRecords:
         reward_seconds=0.0,
         fetch_seconds=fetch_seconds,
         swap_seconds=swap_seconds,
-        strangers=(),
     )
 
 

@@ -128,8 +128,7 @@ class SimulatedMesh:
             on_trained=self._trained,
             on_policy=self._announced,
         )
-        cores, parts = settings.cores, settings.schedule.part_groups
-        self._cores = SimulatedCores(cores, self.fleet, self.trainer, part_groups=parts) if cores else None
+        self._cores = SimulatedCores(settings.cores, self.fleet, self.trainer) if settings.cores else None
         self._failures = Failures(
             self.clock,
             settings.failures,

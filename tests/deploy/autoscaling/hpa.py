@@ -45,8 +45,6 @@ def next_replicas(
     rule: AutoscalingRule, memory: ReplicaMemory, metrics: ReplicaMetrics, speed_up: float = 1.0
 ) -> tuple[int, ReplicaMemory]:
     """Compute the replicas to request now and the next state; ``speed_up`` divides all times of the rule."""
-    if metrics.wanted == 0:  # scaled to zero by an operator: autoscaling is off
-        return 0, ReplicaMemory()
     # The first evaluation proposes the current number: nothing changes before a window has passed.
     proposals = memory.proposals or ((metrics.now, metrics.wanted),)
     proposals = (*proposals, (metrics.now, propose(rule, metrics)))
@@ -95,17 +93,13 @@ def _stabilised(
 def _limited(
     rule: AutoscalingRule, changes: Sequence[tuple[float, int]], steady: int, metrics: ReplicaMetrics, speed_up: float
 ) -> int:
-    """Apply the policies of the direction; bounds changed by an operator take effect at once."""
-    if not rule.minReplicas <= metrics.wanted <= rule.maxReplicas:
-        return min(max(metrics.wanted, rule.minReplicas), rule.maxReplicas)
+    """Apply the policies of the direction."""
     if steady > metrics.wanted:
-        limits = _limits(rule.behavior.scaleUp, changes, metrics, speed_up, sign=1)
-        best = max(limits) if rule.behavior.scaleUp.selectPolicy == "Max" else min(limits, default=metrics.wanted)
-        return max(metrics.wanted, min(steady, best))
+        most = max(_limits(rule.behavior.scaleUp, changes, metrics, speed_up, sign=1))
+        return max(metrics.wanted, min(steady, most))
     if steady < metrics.wanted:
-        limits = _limits(rule.behavior.scaleDown, changes, metrics, speed_up, sign=-1)
-        best = min(limits) if rule.behavior.scaleDown.selectPolicy == "Max" else max(limits, default=metrics.wanted)
-        return min(metrics.wanted, max(steady, best))
+        least = min(_limits(rule.behavior.scaleDown, changes, metrics, speed_up, sign=-1))
+        return min(metrics.wanted, max(steady, least))
     return steady
 
 
@@ -117,8 +111,6 @@ def _limits(
     sign: int,
 ) -> list[int]:
     """Return the number of replicas that each policy allows."""
-    if direction.selectPolicy == "Disabled":
-        return [metrics.wanted]
     limits = []
     for policy in direction.policies:
         before = metrics.wanted - sum(n for t, n in changes if t > metrics.now - policy.periodSeconds / speed_up)

@@ -19,14 +19,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
-from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import read_endpoints
 
 from ...e2e.conftest import CommandLine, write_small_run
 from ...kit.waiting import until
-from ..prometheus.conftest import tool
+from ..prometheus.conftest import running_prometheus, tool
 from .hpa import ReplicaMemory, ReplicaMetrics, next_replicas
 from .rule import load_rule
 
@@ -53,11 +51,6 @@ RUN = {
 }
 PACED_TOKENS_PER_SECOND = 8 / 0.05
 """Of one generator with all slots busy."""
-
-
-@pytest.fixture(scope="module")
-def prometheus_binary() -> str:
-    return tool("prometheus")
 
 
 def tokens_per_second(mesh: CommandLine, generators: int, right: Callable[[float], bool]) -> float:
@@ -100,25 +93,13 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def scraped(binary: str, mesh: CommandLine, folder: Path) -> Iterator[str]:
+def scraped(mesh: CommandLine, folder: Path) -> Iterator[str]:
     """A Prometheus that scrapes the run once a second; yields its address."""
-    address = f"127.0.0.1:{free_port()}"
     targets = {"files": [str(mesh.folder / "scrape" / "*.json")], "refresh_interval": "1s"}
     job = {"job_name": "rollmesh", "scrape_interval": "1s", "scrape_timeout": "1s", "file_sd_configs": [targets]}
-    config = folder / "prometheus.yml"
     # The evaluation interval is the resolution of subqueries.
-    config.write_text(yaml.safe_dump({"global": {"evaluation_interval": "1s"}, "scrape_configs": [job]}))
-    command = [binary, f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
-    with running([*command, f"--web.listen-address={address}"], folder / "prometheus.log"):
-        until(lambda: ready(address), "Prometheus")
-        yield f"http://{address}"
-
-
-def ready(address: str) -> bool:
-    try:
-        return httpx.get(f"http://{address}/-/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
+    with running_prometheus(folder, {"global": {"evaluation_interval": "1s"}, "scrape_configs": [job]}) as url:
+        yield url
 
 
 def answers(prometheus: str, service: str) -> dict[str, float | None]:
@@ -188,14 +169,13 @@ def slow_trainer(mesh: CommandLine) -> Iterator[None]:
 
 
 @pytest.mark.timeout(1800)  # every deadline inside passes first
-def test_generators_follow_the_load_by_the_charts_rule_and_nothing_is_lost(
-    tmp_path: Path, prometheus_binary: str
-) -> None:
+def test_generators_follow_the_load_by_the_charts_rule_and_nothing_is_lost(tmp_path: Path) -> None:
+    tool("prometheus")
     mesh = write_small_run(tmp_path, name="load", **RUN)
     rate: dict[str, float] = {}
     with (
         running(mesh.command("up", str(mesh.run_file)), tmp_path / "up.log") as launcher,
-        scraped(prometheus_binary, mesh, tmp_path) as prometheus,
+        scraped(mesh, tmp_path) as prometheus,
     ):
         until(lambda: mesh.steps, "the first train step")
         # A stall in this while would make everything after it look fast.

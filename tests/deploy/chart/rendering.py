@@ -111,14 +111,5 @@ class Helm:
         return done.stdout
 
 
-def set_at(thing: Object, path: str, value: Any) -> None:
-    """Set the value at a dotted path, in which a number is the index of a list."""
-    node: Any = thing
-    *parents, last = path.split(".")
-    for key in parents:
-        node = node[int(key)] if key.isdigit() else node[key]
-    node[last] = value
-
-
 def _options(values: Sequence[Path], sets: Sequence[str]) -> list[str]:
     return [f"--values={path}" for path in values] + [f"--set={item}" for item in sets]

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
-from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 
 from ...e2e.conftest import until, write_small_run
-from ...kit import waiting
-from .conftest import tool
+from .conftest import running_prometheus
 from .rule_files import ALERTS, RECORDING
 
 RUN = "watched"
@@ -177,13 +173,11 @@ class Prometheus:
 @contextmanager
 def watching(mesh: Mesh, parent: Path, hold: str) -> Iterator[tuple[Prometheus, Notifications]]:
     """Prometheus with the shipped rules, every alert's ``for`` replaced by ``hold``."""
-    binary = tool("prometheus")
     rules = parent / "rules"
     rules.mkdir()
     (rules / "recording.yaml").write_text(RECORDING.read_text())
     alerts = re.sub(r"^( +for: ).*$", rf"\g<1>{hold}", ALERTS.read_text(), flags=re.MULTILINE)
     (rules / "alerts.yaml").write_text(alerts)
-    address = f"127.0.0.1:{free_port()}"
     with receiver() as notifications:
         config = {
             "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "1s"},
@@ -196,27 +190,5 @@ def watching(mesh: Mesh, parent: Path, hold: str) -> Iterator[tuple[Prometheus, 
             ],
             "alerting": {"alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{notifications.port}"]}]}]},
         }
-        (parent / "prometheus.yaml").write_text(yaml.safe_dump(config))
-        command = [binary, f"--config.file={parent / 'prometheus.yaml'}", f"--storage.tsdb.path={parent / 'tsdb'}"]
-        with _started(parent / "prometheus.log", *command, f"--web.listen-address={address}"):
-            prometheus = Prometheus(f"http://{address}")
-            waiting.until(lambda: _ready(prometheus.url), lambda: (parent / "prometheus.log").read_text())
-            yield prometheus, notifications
-
-
-@contextmanager
-def _started(log: Path, *command: str) -> Iterator[None]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait(120)
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/-/ready", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+        with running_prometheus(parent, config) as url:
+            yield Prometheus(url), notifications

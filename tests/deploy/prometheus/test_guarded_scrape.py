@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ import pytest
 import yaml
 
 from rollmesh.config.services import SecurityConfig
-from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.runtime.service_host import admin_server
 
 from ...kit.certificates import Authority, Certificate
-from .conftest import tool
+from .conftest import running_prometheus
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 TOKEN = "the token of this mesh"
@@ -55,23 +52,7 @@ def jobs(address: str, folder: Path, client: Certificate) -> list[dict[str, Any]
     return [job | {"job_name": name} for name, job in named.items()]
 
 
-@contextmanager
-def prometheus(folder: Path, scrape: list[dict[str, Any]]) -> Iterator[str]:
-    """A Prometheus with these jobs; yields its address."""
-    config = folder / "prometheus.yml"
-    config.write_text(yaml.safe_dump({"scrape_configs": scrape}))
-    address = f"127.0.0.1:{free_port()}"
-    command = [tool("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
-    try:
-        yield address
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def until_seen(address: str, expected: dict[str, tuple[str, str]]) -> None:
+async def until_seen(url: str, expected: dict[str, tuple[str, str]]) -> None:
     """Wait until the newest scrape of each job is as expected: its health, and a word of its error.
 
     Not the first one: any scrape may be over its second on a busy machine. A refused client is never admitted.
@@ -81,9 +62,7 @@ async def until_seen(address: str, expected: dict[str, tuple[str, str]]) -> None
     async with httpx.AsyncClient() as client:
         while time.monotonic() < deadline:
             with suppress(httpx.TransportError):
-                answer = await client.get(f"http://{address}/api/v1/targets")
-                # It listens before it is ready, and has nothing to tell until then but a 503.
-                found = answer.json()["data"]["activeTargets"] if answer.status_code == 200 else []
+                found = (await client.get(f"{url}/api/v1/targets")).json()["data"]["activeTargets"]
                 seen = {target["labels"]["job"]: (target["health"], target["lastError"]) for target in found}
             assert not [job for job, (health, _) in seen.items() if health == "up" and expected[job][0] != "up"]
             if seen.keys() == expected.keys() and all(
@@ -102,6 +81,6 @@ async def test_prometheus_scrapes_guarded_ports_as_documented(tmp_path: Path) ->
     security = PortSecurity.from_config(SecurityConfig.model_validate(section))
     client = authority.issue("prometheus")
     async with admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, security) as port:
-        with prometheus(tmp_path, jobs(f"127.0.0.1:{port}", tmp_path, client)) as address:
+        with running_prometheus(tmp_path, {"scrape_configs": jobs(f"127.0.0.1:{port}", tmp_path, client)}) as url:
             refused = {"neither": ("down", "401"), "other name": ("down", "elsewhere")}
-            await until_seen(address, {"token": ("up", ""), "certificate": ("up", ""), **refused})
+            await until_seen(url, {"token": ("up", ""), "certificate": ("up", ""), **refused})

@@ -67,11 +67,17 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool
         job = {"model": str(model), "data": str(data), "chat": chat, "history": str(root / f"history-{chat}.json")}
         jobs.append({**job, "batch_rows": BATCH_ROWS, "steps": STEPS, "learning_rate": RATE})
     (root / "jobs.json").write_text(json.dumps(jobs))
-    script = ROOT / "benchmarks" / "trl_sft.py"
+    script = ROOT / "benchmarks" / "trl_training.py"
     # -P: else the script's folder comes first, with benchmarks/queue.py for the module queue.
     done = subprocess.run(
         [python_of("trl"), "-P", script, root / "jobs.json"],
-        env={"HF_HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={
+            "PYTHONPATH": str(ROOT / "services"),
+            "HF_HOME": str(root),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/bin:/bin",
+        },
         capture_output=True,
         text=True,
         check=False,

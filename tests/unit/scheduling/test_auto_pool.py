@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.errors import ConfigError
 from rollmesh.mesh import CachePool, Desired, EngineLoad
 from rollmesh.scheduling import decide
 from rollmesh.scheduling.auto_pool import cache_pool, mean_cached_tokens, pool_size, trainer_groups, trainer_pool
@@ -191,11 +190,3 @@ def test_groups_wait_for_the_policy_of_the_last_update():
     look = seen(1.0, 8.0, ready=ready, in_training=16, cut_step=2, trained_step=1, policy_train_step=0)
     assert decide(AUTO, look).admit_groups == 0
     assert decide(AUTO, replace(look, policy_train_step=1, policy_version=1)).admit_groups == 16
-
-
-@pytest.mark.parametrize(
-    "preset", ["sync", "one_step_off", "copris_paper", "april", "rollpacker", "streamrl", "flexmarl"]
-)
-def test_waves_and_barriers_refuse_an_automatic_pool(preset):
-    with pytest.raises(ConfigError, match=f"pool_size=auto: schedule.preset={preset} .* take copris, areal, pipeline"):
-        schedule(preset, pool_size="auto", groups_per_batch=8)

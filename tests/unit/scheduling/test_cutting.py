@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from rollmesh.errors import ConfigError
 from rollmesh.mesh import GroupView
 from rollmesh.scheduling import OnStale, decide, needs_groups
 from rollmesh.scheduling.presets import AdmissionRule
@@ -110,13 +109,6 @@ def test_the_end_of_the_run_accounts_for_groups_that_are_aside():
     assert decisions.recall == 0
 
 
-@pytest.mark.parametrize("preset", ["sync", "copris", "copris_paper", "areal"])
-@pytest.mark.parametrize("on_stale", ["restart", "set_aside"])
-def test_beginning_again_without_waves_and_a_barrier_is_refused(preset, on_stale):
-    with pytest.raises(ConfigError, match=rf"schedule.on_stale={on_stale} with schedule.preset={preset}.*set on_stale"):
-        schedule(preset, on_stale=on_stale)
-
-
 # trained, cut, policy, open, ready, aside, recalled -> groups to admit, to set aside, to recall; cut
 LONG_ROUND = [
     (1, 1, 1, 0, 0, 1, 0, 3, 0, 0, False),  # one prompt is in the long queue, fewer than P0: a short round of 1.25 * P0
@@ -196,8 +188,3 @@ def test_no_order_lets_a_group_pass_the_bound(seed: int) -> None:
             return
         ready = [g for g in ready if g.group_id not in cut]
     pytest.fail("the long group was overtaken beyond its last batch")
-
-
-def test_shortest_first_is_refused_where_a_long_group_has_no_deadline() -> None:
-    with pytest.raises(ConfigError, match=r"cut_order=shortest with schedule.on_stale=mask_old_segments"):
-        schedule(cut_order="shortest", on_stale="mask_old_segments")

@@ -6,9 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.config import RunConfig
-from rollmesh.errors import ConfigError
-from rollmesh.scheduling import Schedule
 from rollmesh.scheduling.next_policy import NextPolicy, ReloadRules, next_policy
 from rollmesh.types import PolicyRecord
 
@@ -85,23 +82,3 @@ def test_generators_are_never_a_whole_period_behind_and_never_below_the_required
             serving = newest
         assert newest - serving < every
         assert serving >= min(required, newest)
-
-
-@pytest.mark.parametrize(
-    ("preset", "every", "problem"),
-    [
-        ("sync", 2, "max_staleness=0"),
-        ("one_step_off", 2, None),
-        ("copris", 5, None),
-        ("copris", 6, "max_staleness=4"),
-        ("copris_paper", 2, "its barrier"),
-    ],
-)
-def test_a_period_that_the_staleness_bound_makes_useless_is_refused(preset, every, problem):
-    run = {"name": "r", "folder": "runs/r", "model": {"path": "m"}, "schedule": {"preset": preset}}
-    config = RunConfig.model_validate({**run, "generator": {"reload_every_versions": every}})
-    if problem is None:
-        assert Schedule.from_config(config).preset == preset
-    else:
-        with pytest.raises(ConfigError, match=rf"reload_every_versions={every}: .*{problem} .*lower it"):
-            Schedule.from_config(config)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.errors import ConfigError
 from rollmesh.sim.calibration import core_shares, engine_costs, trainer_model, unexplained_seconds, updates_per_second
-from rollmesh.sim.cores import CoreShares, Strangers, fair_level
+from rollmesh.sim.cores import CoreShares, fair_level
 from rollmesh.sim.run_records import RecordedWork, RunRecords, TrainedUpdate
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 from rollmesh.sim.simulated_trainer import update_record
@@ -41,7 +40,6 @@ def update(cut_at: float, *, tokens: int = 1000, gradient: float = 2.0) -> Train
     )
 
 
-OTHERS = ((Strangers(number=1.5),),)
 RECORDS = RunRecords(
     folder=Path("run"),
     updates=(update(0.0), update(12.75), update(25.5)),
@@ -52,7 +50,6 @@ RECORDS = RunRecords(
     reward_seconds=0.1,
     fetch_seconds=0.02,
     swap_seconds=0.01,
-    strangers=OTHERS,
 )
 
 
@@ -110,7 +107,7 @@ def test_generators_decode_between_the_steps() -> None:
     shares = core_shares(RECORDS, cores=2, is_shared=True, is_paced=True)
     assert shares.service_demand == pytest.approx(0.2)
     assert shares.generator_demand == pytest.approx(1.3 / (0.8 + 2.0 + 0.05 + 0.8 + 0.4))
-    assert (shares.generators, shares.strangers, shares.strangers_before) == (2, OTHERS, OTHERS)
+    assert shares.generators == 2
 
 
 def test_the_rate_of_a_run_leaves_its_start_out() -> None:
@@ -139,7 +136,6 @@ def test_what_small_demands_leave_is_divided_evenly(
     assert fair_level(cores, demands) == pytest.approx(level)
 
 
-CROWDED = replace(TOGETHER, strangers=((Strangers(number=2.0),),))
 SLOWINGS = {
     "three busy processes on two cores": (TOGETHER, (2, True, 1.5), (2, 1.5)),
     "a generator and a trainer have a core each": (TOGETHER, (1, True, 1.0), (1, 1.0)),
@@ -153,9 +149,6 @@ SLOWINGS = {
     # Two generators share their core with each other, training or not; services of 0.25 leave 0.75 of the other.
     "cores of their own": (replace(APART, service_demand=0.25), (2, True, 1.0), (2, 1 / 0.75)),
     "one generator on its half": (APART, (1, True, 0.5), (0, 1.0)),
-    # Two generators had a core each and get 2 / (2 + 2); the trainer had one and gets 2 / (1 + 2).
-    "strangers that came later": (CROWDED, (2, False, 2.0), (0, 1.5)),
-    "strangers of both times": (replace(CROWDED, strangers_before=CROWDED.strangers), (2, False, 1.0), (0, 1.0)),
 }
 """Cores; (decoding, training) and the slowing of generators; decoding and the slowing of the trainer."""
 
@@ -189,26 +182,6 @@ def test_work_that_overlaps_is_slower_on_shared_cores_and_never_slower_than_turn
         for cores, preset in ((None, "one_step_off"), (SHARED, "one_step_off"), (None, "sync"))
     )
     assert turns < shared < free
-
-
-def test_twice_the_processes_on_every_core_take_twice_as_long() -> None:
-    """Generators and trainer get half of what they had while the times were measured, when they take turns."""
-    crowded = CoreShares(
-        cores=1,
-        is_shared=True,
-        generators=4,
-        generator_demand=1.0,
-        service_demand=0.0,
-        strangers_before=((Strangers(number=1.0),),),
-        strangers=((Strangers(number=3.0),),),
-    )
-    assert crowded.trainer_slowing(decoding=0) == 2.0
-    assert seconds(on(crowded, "sync")) > 1.3 * seconds(on(None, "sync"))
-
-
-def test_parts_on_shared_cores_are_refused() -> None:
-    with pytest.raises(ConfigError, match="part_groups"):
-        SimulatedMesh(on(SHARED, "streamrl"))
 
 
 @pytest.mark.parametrize("preset", ["copris", "pipeline", "areal", "rollpacker"])

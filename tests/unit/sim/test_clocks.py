@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -73,18 +71,6 @@ def test_random_cases_agree_with_an_engine_that_steps_token_by_token(seed: int) 
     assert (ours.prefilled_tokens, ours.reprefilled_tokens) == (stepped.prefilled_tokens, stepped.reprefilled_tokens)
 
 
-def test_a_step_costs_its_context_too_and_calls_finish_together() -> None:
-    """Two calls of 10 tokens: steps of 1 + 0.5 * C s for C = 20, 22, 24 take 11 + 12 + 13 = 36 s."""
-    generator = clock(costs(slope=0.5))
-    generator.arrive(1, context=10, remaining=3)
-    generator.arrive(2, context=10, remaining=3)
-    assert generator.next_event() == 36.0
-    assert generator.advance(23.0) == []
-    assert (generator.progress(1), generator.context_tokens, generator.decoded_tokens) == (2, 24, 4)
-    assert generator.advance(36.0) == [Finished(1, 36.0, 3), Finished(2, 36.0, 3)]
-    assert (generator.next_event(), generator.calls()) == (math.inf, [])
-
-
 def test_a_full_cache_preempts_the_youngest_call_which_pays_its_prefill_again() -> None:
     """Cache of 20: two calls of 8 fit for 2 steps; the younger comes back when the older has finished, at 4 s."""
     generator = clock(costs(prefill=0.125), cache_tokens=20)
@@ -98,16 +84,6 @@ def test_a_full_cache_preempts_the_youngest_call_which_pays_its_prefill_again() 
     assert generator.reprefilled_tokens == 10
     assert generator.advance(100.0) == [Finished(2, 6.0 + 10 * 0.125 + 2.0, 4)]
     assert (generator.prefilled_tokens, generator.decoded_tokens) == (26, 8)
-
-
-def test_an_interrupting_load_prefills_running_calls_again() -> None:
-    generator = clock(costs(prefill=0.5))
-    generator.arrive(1, context=2, remaining=5)  # prefill until 1
-    generator.advance(3.5)
-    assert generator.reload(10.0, mode="interrupt") == {1: 2}
-    # Loaded at 14, after the step in progress.
-    assert generator.advance(100.0) == [Finished(1, 14.0 + 0.5 * 5 + 2.0, 5)]
-    assert generator.reprefilled_tokens == 5
 
 
 def test_a_call_that_the_cache_cannot_hold_is_refused() -> None:

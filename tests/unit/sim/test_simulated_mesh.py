@@ -41,6 +41,12 @@ def test_every_preset_trains_every_step_and_conserves_work(preset, failures):
     assert_conserved(mesh, result)
 
 
+def test_groups_of_more_members_than_the_store_resets_at_once_are_reset_and_deleted_like_others():
+    mesh, result = run(mesh_settings("rollpacker", steps=3, group_size=104))
+    assert mesh.queue.totals["groups_set_aside_total"] > 0
+    assert_conserved(mesh, result)
+
+
 @pytest.mark.parametrize("preset", ["ulorl", "kimi"])
 @pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
 def test_trajectories_that_rest_conserve_work_under_every_effect_of_a_new_version(preset, mode):

@@ -1,4 +1,4 @@
-"""Operations of the leader on groups: further rounds, and groups that begin again; large ones are reset in slices."""
+"""Operations of the leader on groups: further rounds, and groups that begin again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from rollmesh.errors import Conflict
 from rollmesh.mesh import WasteReason
 from rollmesh.sim.queue_model.records import (
     ENDED_WITHOUT_SCORE,
-    MOST_MEMBERS_AT_ONCE,
-    GroupReset,
     GroupState,
     ModelGroup,
     ModelMember,
@@ -28,8 +26,7 @@ class RestartOperations(QueueState):
 
         A group with rounds begins again with its first one.
 
-        They open again, without their forks, or wait ``aside`` for a recall. Returns these groups; ``sweep_returning``
-        completes large ones.
+        They open again, without their forks, or wait ``aside`` for a recall. Returns these groups.
         """
         oldest, incarnation, begun = self.cut_step - self.limits.max_staleness, self._next_incarnation(), list[str]()
         for group in map(self.find_group, group_ids):
@@ -40,20 +37,6 @@ class RestartOperations(QueueState):
                 begun.append(group.group_id)
         self.totals["groups_set_aside_total" if aside else "groups_restarted_total"] += len(begun)
         return begun
-
-    def sweep_returning(self, group_id: str, most: int) -> bool:
-        """Continue the reset of a large group; returns True while another call is needed."""
-        reset = self.returning.get(group_id)
-        if reset is None:
-            return False
-        if reset.left:
-            self._reset_members(reset, most, self._next_incarnation())
-            return True
-        if self._forget_last_members(reset, most) == most:
-            return True
-        del self.returning[group_id]
-        self._end_reset(reset)
-        return False
 
     def recall(self, train_step: int, count: int) -> int:
         """Open the oldest groups that are aside, until ``count`` were recalled for the batch of a train step.
@@ -90,47 +73,46 @@ class RestartOperations(QueueState):
         group.needed = group.rounds[0].needed if group.rounds else group.needed
         fresh = group.rounds[0].launched if group.rounds else group.needed + group.spare
         reason = WasteReason.SET_ASIDE if aside else WasteReason.RESTARTED
-        reset = GroupReset(group, reason, len(group.members), group.needed if aside else fresh)
         for member in group.members:
             self.leave_queues(member)
-        if reset.left > MOST_MEMBERS_AT_ONCE:
-            self.returning[group.group_id] = reset
-            return
-        self._reset_members(reset, reset.left, incarnation)
-        self._forget_last_members(reset, len(group.members))
-        self._end_reset(reset)
+        self._reset(group, reason, group.needed if aside else fresh, incarnation)
 
-    def _end_reset(self, reset: GroupReset) -> None:
-        self.begun_again_deciles[f"{reset.reason}:{self.length_decile(reset.longest)}"] += 1
-        group = reset.group
-        if group.rounds and group.state is GroupState.OPEN:  # it may have more members than its first round had
-            group.spare = max(0, len(group.members) - _lost(group) - group.needed)
-        self._begin_fresh(group)
+    def _reset(self, group: ModelGroup, reason: WasteReason, fresh: int, incarnation: int) -> None:
+        """Reset the members of a group, and forget the last ones beyond the ``fresh`` ones."""
+        longest = self._reset_members(group, reason, slice(0, len(group.members)), incarnation)
+        self._forget_last_members(group, fresh, len(group.members))
+        self._end_reset(group, reason, longest)
 
-    def _reset_members(self, reset: GroupReset, most: int, incarnation: int) -> None:
-        """Reset the last members that are left; a member that ended without a score stays as it is."""
-        group, first = reset.group, max(0, reset.left - most)
-        for member in group.members[first : reset.left]:
+    def _reset_members(self, group: ModelGroup, reason: WasteReason, part: slice, incarnation: int) -> int:
+        """Reset members but those that ended without a score; return the most tokens of one."""
+        longest = 0
+        for member in group.members[part]:
             if member.state in ENDED_WITHOUT_SCORE:
                 continue
-            self.dropped_tokens[reset.reason] += member.tokens - member.wasted_tokens
-            reset.longest = max(reset.longest, member.tokens)
+            self.dropped_tokens[reason] += member.tokens - member.wasted_tokens
+            longest = max(longest, member.tokens)
             self.forget_member(member)
             fresh = ModelMember(group, member.trajectory_id, member.number, incarnation=incarnation)
             group.members[member.number] = self.members[member.trajectory_id] = fresh
-        reset.left, group.incarnation = first, incarnation
+        group.incarnation = incarnation
         self.totals["begun_again_total"] += 1
+        return longest
 
-    def _forget_last_members(self, reset: GroupReset, most: int) -> int:
+    def _forget_last_members(self, group: ModelGroup, fresh: int, most: int) -> int:
         """Forget the last members beyond the fresh ones, up to one that is lost; returns their number."""
-        group = reset.group
         lost, forgotten = _lost(group), 0
-        while len(group.members) - lost > reset.fresh and forgotten < most:
+        while len(group.members) - lost > fresh and forgotten < most:
             if group.members[-1].state in ENDED_WITHOUT_SCORE:
                 break
             del self.members[group.members.pop().trajectory_id]
             forgotten += 1
         return forgotten
+
+    def _end_reset(self, group: ModelGroup, reason: WasteReason, longest: int) -> None:
+        self.begun_again_deciles[f"{reason}:{self.length_decile(longest)}"] += 1
+        if group.rounds and group.state is GroupState.OPEN:  # it may have more members than its first round had
+            group.spare = max(0, len(group.members) - _lost(group) - group.needed)
+        self._begin_fresh(group)
 
     def _begin_fresh(self, group: ModelGroup) -> None:
         group.scored = group.scored_tokens = group.cut_tokens = 0

@@ -13,7 +13,7 @@ from rollmesh.mesh import ResumeOrder, RunLimits
 from rollmesh.types import TrajectoryState
 
 MOST_MEMBERS_AT_ONCE = 100
-"""Members up to which the records of a group are deleted in one step; a larger group is swept in slices."""
+"""Members whose records the store deletes in one step; it sweeps those of a larger group in slices."""
 ENDED_WITHOUT_SCORE = (TrajectoryState.UNSCORABLE, TrajectoryState.DEAD)
 ORDERS_PER_GROUP = 4096
 """Number of places in the queues for the members of a group."""
@@ -167,33 +167,6 @@ class ModelGroup:
     def rewards(self) -> list[float]:
         """Rewards of the scored members."""
         return [m.reward for m in self.members if m.state is TrajectoryState.SCORED and m.reward is not None]
-
-
-@dataclass(slots=True, eq=False)
-class DroppedGroup:
-    """A large group that has left the queue, and whose members are deleted in slices."""
-
-    group_id: str
-    reason: str
-    """Reason for the ledger; empty when a batch file has the group."""
-    members: list[ModelMember]
-    deleted: int = 0
-    """Number of members deleted so far, from the first on."""
-
-
-@dataclass(slots=True, eq=False)
-class GroupReset:
-    """A large group that begins again, and whose members are reset in slices, from the last one to the first."""
-
-    group: ModelGroup
-    reason: str
-    """Reason for which the tokens are wasted."""
-    left: int
-    """Number of members to reset."""
-    fresh: int
-    """Unfinished members that it gets; the last ones beyond them are forgotten."""
-    longest: int = 0
-    """Most saved tokens of a member that was reset."""
 
 
 class ScoredSet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from rollmesh.mesh import Desired, DropReason, RunLimits, WasteReason
 from rollmesh.sim.queue_model.history import ModelHistory, ModelTimes
@@ -11,8 +12,6 @@ from rollmesh.sim.queue_model.records import (
     ENDED_WITHOUT_SCORE,
     MOST_MEMBERS_AT_ONCE,
     TERMINAL,
-    DroppedGroup,
-    GroupReset,
     GroupState,
     ModelGroup,
     ModelMember,
@@ -60,9 +59,6 @@ class QueueState:
         """Open and ready groups in the orders of the scheduler's view."""
         self.undecided: dict[str, ModelGroup] = {}
         """Open groups whose round has ended, and which the leader has neither extended nor closed."""
-        self.half_gone: dict[str, DroppedGroup] = {}
-        self.returning: dict[str, GroupReset] = {}
-        """Large groups, open or aside, whose members are being reset."""
         self.recalled_for = self.recalled = 0
         """Train step of the newest recall, and the groups recalled for it."""
         self.history = ModelHistory()
@@ -80,7 +76,7 @@ class QueueState:
         """Trajectories between two calls of a generator by worker session, as of its last heartbeat."""
         # Counters.
         self.counts: Counter[TrajectoryState] = Counter()
-        """Members by state, those of half-deleted groups included; without those that wait."""
+        """Members by state, without those that wait."""
         self.filtered_in_a_row = self.unscored_in_a_row = 0
         self.totals: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
@@ -127,6 +123,12 @@ class QueueState:
         return self.desired.pool_size + min(self.waiting.total(), self.desired.most_waiting)
 
     @property
+    def most_burials(self) -> int:
+        """Most trajectories that one lease may turn into dead letters; each may drop its group."""
+        members = min(MOST_MEMBERS_AT_ONCE, self.most_members(self.limits.group_size))
+        return max(1, min(4, 400 // (2 * members + 15)))
+
+    @property
     def is_paused(self) -> bool:
         """True while nothing may be leased."""
         return self.user_paused or self.launcher_paused or self.desired.paused
@@ -135,12 +137,6 @@ class QueueState:
     def start_at_version(self) -> int:
         """Oldest policy version on which a trajectory without tokens may start."""
         return max(self.desired.start_at_version, self.branch_version)
-
-    @property
-    def most_burials(self) -> int:
-        """Most trajectories that one lease may turn into dead letters; each may drop its group."""
-        members = min(MOST_MEMBERS_AT_ONCE, self.most_members(self.limits.group_size))
-        return max(1, min(4, 400 // (2 * members + 15)))
 
     def most_members(self, needed: int) -> int:
         """Return the most members of a group, replacements and forks included."""
@@ -151,9 +147,8 @@ class QueueState:
         return next((groups[group_id] for groups in self.groups.values() if group_id in groups), None)
 
     def is_gone(self, group: ModelGroup) -> bool:
-        """Tell whether the record of a group is deleted, or waits while its members are reset."""
-        gid = group.group_id
-        return gid not in self.groups[group.state] or not group.members or gid in self.returning
+        """Tell whether the record of a group is deleted."""
+        return group.group_id not in self.groups[group.state] or not group.members
 
     # -- members ---------------------------------------------------------------------------------------------------
     def add_member(self, group: ModelGroup) -> ModelMember:
@@ -312,32 +307,18 @@ class QueueState:
         self.delete_members(group, reason)
 
     def delete_members(self, group: ModelGroup, reason: str = "") -> None:
-        """Delete the members of a group; those of a large group leave the queues now and are deleted in slices."""
-        is_large = self.returning.pop(group.group_id, None) is not None or len(group.members) > MOST_MEMBERS_AT_ONCE
-        gone = DroppedGroup(group.group_id, reason, group.members)
-        group.members = []
-        self.half_gone[group.group_id] = gone
-        for member in gone.members:
+        """Delete the members of a group, whose tokens are wasted if there is a reason: it was dropped."""
+        members, group.members = group.members, []
+        for member in members:
             self.leave_queues(member)
-        if not is_large:
-            self.sweep(group.group_id, len(gone.members))
-
-    def sweep(self, group_id: str, most: int) -> bool:
-        """Delete a slice of the members of a large group that is gone; returns True while more of them are left."""
-        gone = self.half_gone.get(group_id)
-        if gone is None:
-            return False
-        for member in gone.members[gone.deleted : gone.deleted + most]:
             self.forget_member(member)
-        gone.deleted += most
-        if gone.deleted < len(gone.members):
-            return True
-        del self.half_gone[group_id]
-        if gone.reason:
-            self.dropped_tokens[gone.reason] += sum(m.tokens - m.wasted_tokens for m in gone.members)
-            decile = self.length_decile(max(m.tokens for m in gone.members))
-            self.drop_deciles[f"{gone.reason}:{decile}"] += 1
-        return False
+        if reason:
+            self.note_drop(members, reason)
+
+    def note_drop(self, members: Sequence[ModelMember], reason: str) -> None:
+        """Count the tokens of a dropped group, and the group by its length."""
+        self.dropped_tokens[reason] += sum(m.tokens - m.wasted_tokens for m in members)
+        self.drop_deciles[f"{reason}:{self.length_decile(max(m.tokens for m in members))}"] += 1
 
     def length_decile(self, tokens: int) -> int:
         """Return the decile of a length among the finished trajectories."""
