@@ -18,7 +18,6 @@ from rollmesh.runtime.addresses import free_port
 from .agent_client import Agent, http_of, state
 from .agent_mesh import TOKEN, AgentMesh, agents_process
 from .evaluations import request, result_of
-from .test_sub_agents import SHARED, sub_agent
 
 EVALUATION = {"kind": "evaluation", "wait_seconds": 90}
 
@@ -119,63 +118,6 @@ async def test_an_evaluation_to_which_no_agent_comes_ends_without_a_score(make_m
         result = await result_of(mesh, 0)
         assert (result.sample_count, await mesh.store.policies.pinned()) == (0, None)
         assert api.value("rollmesh_rollout_evaluations_given_up_total") == 1
-
-
-async def test_a_context_that_drifts_continues_in_the_same_session_of_an_evaluation(
-    make_mesh: Callable[..., Any],
-) -> None:
-    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 1})
-    await request(mesh, 0)
-    async with mesh.api() as api, http_of(api) as http:
-        agent = Agent(api, await opened(http))
-        first = await agent.turn()
-        agent.messages = agent.messages[:1]
-        again = await agent.turn()
-        assert again.choices[0].token_ids != first.choices[0].token_ids, "another answer to the same question"
-        agent.messages[1]["content"] = "what the agent makes of it"
-        await agent.turn()
-        trajectories = (await state(http, agent.id))["trajectories"]
-        assert len(trajectories) == 3
-        await reward(http, agent.id, 0.25)
-        await agent.aclose()
-        result = await result_of(mesh, 0)
-    assert (result.mean, result.sample_count) == (0.25, 1)
-    assert result.details["mean_length"] == sum(trajectory["tokens"] for trajectory in trajectories)
-
-
-async def test_sub_agents_work_on_an_evaluation_and_their_parent_gets_its_score(make_mesh: Callable[..., Any]) -> None:
-    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 1}, **SHARED)
-    await request(mesh, 0)
-    async with mesh.api() as api, http_of(api) as http:
-        parent = Agent(api, await opened(http))
-        subs = [await sub_agent(api, http, parent.id) for _ in range(2)]
-        assert [(sub.told["kind"], sub.told["policy_version"]) for sub in subs] == [("evaluation", 0)] * 2
-        for agent in (parent, *subs):
-            await agent.turn()
-        tokens = [t["tokens"] for a in (parent, *subs) for t in (await state(http, a.id))["trajectories"]]
-        await reward(http, parent.id, 0.75)
-        result = await result_of(mesh, 0)
-        for agent in (parent, *subs):
-            assert (await state(http, agent.id))["state"] == "rewarded"
-            await agent.aclose()
-    assert (result.mean, result.sample_count, result.details["mean_length"]) == (0.75, 1, sum(tokens))
-    counts = await mesh.store.mesh.counts()
-    assert counts.trajectories["leased"] == counts.totals.get("forks_total", 0) == 0
-
-
-async def test_a_call_reaches_its_session_of_an_evaluation_through_another_replica(
-    make_mesh: Callable[..., Any],
-) -> None:
-    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 1})
-    await request(mesh, 0)
-    async with mesh.api() as one, mesh.api(index=1) as two, http_of(one) as first, http_of(two) as second:
-        clients, told = [first, second], {}
-        while not told:  # only one of them evaluates
-            clients.reverse()
-            answer = await clients[0].post("/sessions", json={**EVALUATION, "wait_seconds": 0})
-            told = answer.json() if answer.status_code == 201 else {}
-        await reward_after(clients[1], told)
-        assert (await result_of(mesh, 0)).mean == 1.0
 
 
 async def test_agents_are_needed_until_the_last_version_is_evaluated(make_mesh: Callable[..., Any]) -> None:

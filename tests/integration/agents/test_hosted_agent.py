@@ -6,23 +6,18 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openai import AsyncOpenAI
-from transformers import AutoModelForCausalLM
 
 from rollmesh.agents.hosted_agent import hosted_agent
 from rollmesh.errors import ConfigError
-from rollmesh.store import EmbeddedServer
 from rollmesh.tasks.environments.environment_protocol import load_agent
 from rollmesh.types import OutcomeKind
 
-from .agent_mesh import TOKEN, AgentMesh, agent_mesh
-from .evaluations import request, result_of
-from .tool_model import ADD, QUESTION, trained
+from .agent_mesh import TOKEN, AgentMesh
+from .tool_model import ADD, QUESTION
 
 SEEN: Counter[str] = Counter()
 
@@ -105,45 +100,6 @@ async def test_a_rollout_that_fails_or_hangs_costs_its_own_trajectory(tools_mesh
         assert kinds[OutcomeKind.SCORED] >= 2
         await mesh.until("a hanging one has ended", lambda: hung(api))
         api.shutdown.set()
-
-
-async def test_a_hosted_function_evaluates_the_version_without_a_further_step(
-    server: EmbeddedServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    source = trained(tmp_path_factory.getbasetemp() / "tool-model")
-
-    def write(folder: Path, seed: int) -> Path:
-        """The model that calls tools, and as every later version one that cannot."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in source.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-        if seed:
-            model = AutoModelForCausalLM.from_pretrained(source)
-            with torch.no_grad():
-                model.model.norm.weight.neg_()
-            model.save_pretrained(folder)
-        return folder
-
-    sections: dict[str, Any] = {
-        "rollout": {"agent": {"contexts": "free"}, "max_new_tokens": 700},
-        "generator": {"max_context_tokens": 900},
-        "agents": {"renderer": "qwen3"},
-        "evaluation": {"prompt_count": 2, "temperature": 0},
-    }
-    async with agent_mesh(tmp_path / "hosted", server, write=write, **sections) as mesh:
-        await mesh.publish()
-        await mesh.serving(1)
-        await request(mesh, 0)
-        await request(mesh, 1)
-        async with (
-            mesh.api() as api,
-            hosted_agent(api.service, api.app, adding, TOKEN, api.url, api.shutdown),
-        ):
-            before, after = await result_of(mesh, 0), await result_of(mesh, 1)
-            api.shutdown.set()
-        assert (before.mean, before.standard_error, before.sample_count) == (1.0, 0.0, 2)
-        assert after.mean == 0.0 and after.sample_count + after.discarded_count == 2
-        assert before.details["mean_length"] > 0
 
 
 async def hung(api: Any) -> bool:

@@ -10,9 +10,6 @@ import numpy as np
 import openai
 import pytest
 
-from rollmesh.text import Tokenizer
-from rollmesh.types import Int32Array
-
 from .agent_client import http_of
 from .agent_mesh import AgentMesh
 
@@ -170,60 +167,6 @@ async def test_a_published_version_that_no_generator_serves_is_told_how_to_be_pi
         with pytest.raises(openai.InternalServerError, match="pin it first: rollmesh pin RUN --version 0") as refused:
             await client.completions.create(model=f"{mesh.config.name}@0", prompt="the", max_tokens=2)
         assert (refused.value.status_code, refused.value.code) == (503, "version_not_served")
-
-
-async def test_a_list_of_prompts_gets_the_answers_of_its_prompts_one_after_the_other(
-    make_mesh: Callable[..., Any],
-) -> None:
-    mesh: AgentMesh = await make_mesh(**PLAIN)
-    options: dict[str, Any] = {"model": mesh.config.name, "max_tokens": 8, "seed": 3}
-    prompts = ["the answer", "hello world, hello", "the quick"]
-    async with mesh.api() as api, api.client() as client:
-        alone = [await client.completions.create(**options, prompt=prompt, n=2) for prompt in prompts]
-        together = await client.completions.create(
-            **options, prompt=prompts, n=2, extra_body={"return_token_ids": True}
-        )
-        assert [c.index for c in together.choices] == list(range(6))
-        assert [c.text for c in together.choices] == [c.text for answer in alone for c in answer.choices]
-        assert together.usage is not None and together.model_extra is not None
-        assert together.usage.prompt_tokens == sum(a.usage.prompt_tokens for a in alone if a.usage is not None)
-        assert together.model_extra["prompt_token_ids"] == [mesh.tokenizer.encode(p).tolist() for p in prompts]
-        texts, contexts = dict.fromkeys(range(6), ""), {}
-        async for event in await client.completions.create(
-            **options, prompt=prompts, n=2, stream=True, extra_body={"return_token_ids": True}
-        ):
-            for choice in event.choices:
-                texts[choice.index] += choice.text
-                contexts.setdefault(choice.index, event.model_extra.get("prompt_token_ids"))
-        assert list(texts.values()) == [c.text for c in together.choices]
-        assert contexts == {at: mesh.tokenizer.encode(prompts[at // 2]).tolist() for at in range(6)}
-
-
-async def test_a_long_context_is_read_beside_everything_else(
-    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mesh: AgentMesh = await make_mesh(**PLAIN)
-    body = {"model": mesh.config.name, "prompt": "the quick brown fox says hello " * 60_000}
-    encode, turns, meanwhile = Tokenizer.encode_aside, 0, list[int]()
-
-    def counted(self: Tokenizer, text: str, *, special_tokens: bool = False) -> Int32Array:
-        before = turns
-        ids = encode(self, text, special_tokens=special_tokens)
-        meanwhile.append(turns - before)
-        return ids
-
-    monkeypatch.setattr(Tokenizer, "encode_aside", counted)
-    async with mesh.api() as api:
-        async with http_of(api) as http:
-            call = asyncio.create_task(http.post("/completions", json=body))
-            while not call.done():
-                await asyncio.sleep(0.002)
-                turns += 1
-            answer = await call
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert answer.json()["error"]["param"] == "prompt"
-    # Some hundred turns of two milliseconds on one machine; none if the text were read on the loop.
-    assert max(meanwhile) >= 3, "the loop that serves everybody stood still"
 
 
 LONG: dict[str, Any] = {"messages": QUESTION, "max_tokens": 300, "temperature": 2.0}

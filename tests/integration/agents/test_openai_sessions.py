@@ -176,18 +176,6 @@ async def test_the_same_context_again_is_a_retry_or_a_wish_for_another_answer(ma
         await agent.aclose()
 
 
-async def test_equal_calls_at_once_get_an_answer_each(make_mesh: Callable[..., Any]) -> None:
-    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1}, generator={"pace": [[1, 0.01]]})
-    async with mesh.api() as api, http_of(api) as http:
-        agent = await Agent.open(api, http)
-        options: dict[str, Any] = {"model": mesh.config.name, "messages": agent.messages, "max_tokens": 20}
-        client = agent.client.with_options(max_retries=10)
-        calls = [client.chat.completions.create(**options, extra_body={"return_token_ids": True}) for _ in range(3)]
-        answers = [tuple(answer.choices[0].model_extra["token_ids"]) for answer in await asyncio.gather(*calls)]
-        assert len(set(answers)) == 3, "two were refused while the first was in progress, and retried by the client"
-        await agent.aclose()
-
-
 async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.01]]})
     async with mesh.api() as api, http_of(api) as http:
@@ -271,35 +259,6 @@ async def test_a_session_whose_reward_is_being_scored_cannot_be_given_up(
             await agent.aclose()
     batch = await mesh.batch(1)
     assert [t.shaped_reward for t in batch.groups[0].trajectories] == [1.0, 0.0]
-
-
-async def test_a_service_that_stops_hands_its_sessions_to_the_next_one(make_mesh: Callable[..., Any]) -> None:
-    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
-    async with mesh.api() as first, http_of(first) as http:
-        agents = [await Agent.open(first, http) for _ in range(2)]
-        for agent in agents:
-            await agent.turn()
-            await agent.turn()
-            await agent.aclose()
-    assert (await mesh.store.mesh.view()).partial == 2
-    async with mesh.api(index=1) as second, http_of(second) as http:
-        for number, old in enumerate(agents):
-            agent = Agent(second, old.told, max_retries=10)
-            agent.messages = old.messages
-            await agent.turn()
-            seen = await state(http, agent.id)
-            assert (seen["drift_count"], len(seen["trajectories"])) == (0, 1)
-            posted = [
-                (await http.post(f"/sessions/{agent.id}/reward", json={"reward": float(number)})).status_code
-                for _ in range(2)
-            ]
-            assert posted == [200, 200]
-            other = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 7.0})
-            assert other.json()["error"]["code"] == "already_rewarded"
-            await agent.aclose()
-    batch = await mesh.batch(1)
-    assert [t.shaped_reward for t in batch.groups[0].trajectories] == [0.0, 1.0]
-    assert (await mesh.store.mesh.counts()).dead_letters == 0
 
 
 async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable[..., Any]) -> None:

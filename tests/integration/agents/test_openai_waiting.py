@@ -12,9 +12,6 @@ import openai
 import pytest
 
 from rollmesh.agents.agent_session import AgentSession
-from rollmesh.errors import StoreUnavailable
-from rollmesh.store.queue_types import LeasedTrajectory
-from rollmesh.store.trajectories import TrajectoryQueue
 
 from .agent_client import Agent, above, http_of, state
 from .agent_mesh import AgentMesh
@@ -50,41 +47,6 @@ async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..
         await agent.turn()
         assert (await state(http, agent.id))["drift_count"] == 0
         await agent.aclose()
-
-
-async def test_sessions_of_an_earlier_service_are_not_unknown_before_the_pause_ends(
-    make_mesh: Callable[..., Any],
-) -> None:
-    mesh: AgentMesh = await make_mesh()
-    async with mesh.api() as first, http_of(first) as http:
-        agent = await Agent.open(first, http)
-        await agent.turn()
-        await agent.aclose()
-    await mesh.store.settings.set_user_paused(True)
-
-    async def paused() -> bool:
-        return (await mesh.store.leadership.desired()).paused
-
-    await mesh.until("the leader has paused the run", paused)
-
-    async def status(http: httpx.AsyncClient, session_id: str) -> int:
-        return (await http.get(f"/sessions/{session_id}")).status_code
-
-    async with mesh.api(index=1) as second, http_of(second) as http:
-        refused = await http.post("/sessions", json={"wait_seconds": 0.2})
-        assert "paused by an operator" in refused.json()["error"]["message"]
-        assert await status(http, agent.id) == 503
-        await mesh.store.settings.set_user_paused(False)
-
-        async def known() -> bool:
-            return await status(http, agent.id) == 200
-
-        await mesh.until("the session is taken over", known)
-        again = Agent(second, agent.told)
-        again.messages = agent.messages
-        await again.turn()
-        assert (await state(http, agent.id))["drift_count"] == 0
-        await again.aclose()
 
 
 async def test_an_agent_that_does_not_wait_gets_a_prompt_that_is_there_or_the_reason(
@@ -139,33 +101,6 @@ async def test_agents_that_wait_for_their_tools_leave_the_pool_to_others_up_to_t
             await agent.aclose()
     view = await mesh.store.mesh.view(groups=False)
     assert (view.leased, view.waiting) == (0, 0), "the service has closed its worker session"
-
-
-async def test_an_agent_that_does_not_wait_gets_a_prompt_although_requests_to_the_queue_fail_at_first(
-    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mesh: AgentMesh = await make_mesh()
-    failed_attempts, lease = 0, TrajectoryQueue.lease
-
-    async def fails_twice(
-        queue: TrajectoryQueue, session: str, limit: int, new_limit: int | None = None
-    ) -> list[LeasedTrajectory]:
-        nonlocal failed_attempts
-        if new_limit and failed_attempts < 2:
-            failed_attempts += 1
-            raise StoreUnavailable("refused by this test")
-        return await lease(queue, session, limit, new_limit)
-
-    async with mesh.api() as api, http_of(api) as http:
-
-        async def prompts_wait() -> bool:
-            return (await mesh.store.mesh.counts()).trajectories["pending"] >= 2
-
-        await mesh.until("prompts wait", prompts_wait)
-        await (await Agent.open(api, http)).aclose()  # the worker has found the generator
-        monkeypatch.setattr(TrajectoryQueue, "lease", fails_twice)
-        answer = await http.post("/sessions", json={"wait_seconds": 0})
-        assert (answer.status_code, failed_attempts) == (201, 2), answer.text
 
 
 async def _pending(mesh: AgentMesh) -> bool:

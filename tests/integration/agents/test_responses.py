@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from asyncio.subprocess import PIPE
-from pathlib import Path
 from typing import Any
 
 import openai
 
-from ...kit.environments import python_of
 from .agent_client import http_of, sampled_tokens, state
 from .agent_mesh import AgentMesh, Api
 from .tool_model import ADD, QUESTION
@@ -113,20 +110,3 @@ async def test_an_answer_at_the_limit_is_incomplete(tools_mesh: AgentMesh) -> No
         assert answer.output[-1].status == "incomplete" and answer.usage.output_tokens == 3
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output[0].content == cut.output[0].content
-
-
-async def test_the_runner_of_the_agents_sdk_completes_with_its_default_model(tools_mesh: AgentMesh) -> None:
-    python, program = python_of("frameworks"), Path(__file__).with_name("sdk_agent.py")
-    async with tools_mesh.api() as api, http_of(api) as http:
-        told = [(await http.post("/sessions", json={"wait_seconds": 90})).json() for _ in range(2)]
-        arguments = [tools_mesh.config.name, json.dumps(ADD["function"]), *(session["api_key"] for session in told)]
-        done = await asyncio.create_subprocess_exec(
-            python, program, f"{api.url}/v1", *arguments, stdout=PIPE, stderr=PIPE
-        )
-        out, errors = await done.communicate()
-        assert done.returncode == 0, errors.decode()
-        assert json.loads(out) == ["It is 5."] * 2
-        for session in told:
-            shown = await state(http, session["id"])
-            assert (shown["drift_count"], len(shown["trajectories"])) == (0, 1)
-            assert (await http.post(f"/sessions/{session['id']}/reward", json={"reward": 1.0})).status_code == 200

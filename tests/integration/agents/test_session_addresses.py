@@ -113,13 +113,3 @@ async def taken_over(mesh: AgentMesh, api: Api, session_id: str) -> dict[str, An
 
         await mesh.until("the session is taken over", known)
         return await state(http, session_id)
-
-
-async def test_a_session_of_another_name_is_unknown_where_only_the_service_opens_them(
-    make_mesh: Callable[..., Any],
-) -> None:
-    mesh: AgentMesh = await make_mesh()
-    async with mesh.api() as api, api.client(default_headers={"X-Session-ID": "mine"}) as client:
-        with pytest.raises(openai.NotFoundError) as unknown:
-            await client.chat.completions.create(model=mesh.config.name, messages=[{"role": "user", "content": "x"}])
-        assert unknown.value.code == "session_not_found"

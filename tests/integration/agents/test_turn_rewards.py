@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import httpx
-import pytest
-
 from rollmesh.algorithms.advantages import dr_grpo
-from rollmesh.runtime.addresses import free_port
 from rollmesh.trainer.learner.train_batch import build_train_batch
 from rollmesh.types import Batch, Trajectory
 
 from .agent_client import Agent, http_of, state
-from .agent_mesh import TOKEN, AgentMesh, agents_process
+from .agent_mesh import AgentMesh
 
 BY_TURN: dict[str, Any] = {
     "schedule": {"groups_per_batch": 1},
@@ -94,53 +87,3 @@ async def test_a_run_without_credit_by_turn_refuses_rewards_by_turn(make_mesh: C
         assert (refused.status_code, error["param"], error["code"]) == (400, "turns", "no_rewards_by_turn")
         assert "trainer.algorithm.credit=trajectory" in error["message"]
         await agent.aclose()
-
-
-async def _talk(http: httpx.AsyncClient, session: dict[str, Any], count: int) -> list[int]:
-    """Answers in a session; the number of tokens of each. The messages of the session grow."""
-    found = []
-    for _ in range(count):
-        body = {"model": session["model"], "messages": session["messages"], "max_tokens": 8, "return_token_ids": True}
-        answer = await http.post("/chat/completions", json=body, headers={"X-Rollmesh-Session": session["id"]})
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        session["messages"] += [choice["message"], {"role": "user", "content": "and then?"}]
-        found.append(len(choice["token_ids"]))
-    return found
-
-
-async def _known(http: httpx.AsyncClient, sessions: Sequence[dict[str, Any]]) -> None:
-    """Wait until the service knows the sessions of its predecessor."""
-    deadline = time.monotonic() + 120
-    for session in sessions:
-        while (await http.get(f"/sessions/{session['id']}")).status_code != 200:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
-
-
-@pytest.mark.long
-async def test_turns_and_their_rewards_survive_two_kills_of_the_service(make_mesh: Callable[..., Any]) -> None:
-    mesh: AgentMesh = await make_mesh(**BY_TURN, store={"session_ttl_seconds": 5.0})
-    port = free_port()
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}/v1", headers=headers, trust_env=False, timeout=120
-    ) as http:
-        async with agents_process(mesh, port) as killed:
-            sessions = [(await http.post("/sessions", json={"wait_seconds": 90})).json() for _ in range(2)]
-            counts = [await _talk(http, session, 2) for session in sessions]
-            killed.send_signal(signal.SIGKILL)
-            killed.wait(60)
-        async with agents_process(mesh, port) as killed:
-            await _known(http, sessions)
-            for session, before in zip(sessions, counts, strict=True):
-                before += await _talk(http, session, 1)
-            for session, turns in zip(sessions, ([0.0, 1.0, 0.5], [0.25, 0.0, 0.0]), strict=True):
-                posted = await http.post(f"/sessions/{session['id']}/reward", json={"turns": turns})
-                assert posted.status_code == 200, posted.text
-            killed.send_signal(signal.SIGKILL)
-            killed.wait(60)
-    trajectories = (await mesh.batch(1)).groups[0].trajectories
-    for trajectory, (a, b, c), expected in zip(trajectories, counts, ([1.5, 1.5, 0.5], [0.25, 0.0, 0.0]), strict=True):
-        assert returns(trajectory) == list(zip((a, a + b, a + b + c), expected, strict=True))
-    assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0

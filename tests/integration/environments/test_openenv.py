@@ -13,7 +13,6 @@ from rollmesh.tasks.environments.openenv_session import OpenEnvFailed
 from rollmesh.types import Prompt
 
 from ...kit.openenv_server import openenv_server
-from ...kit.waiting import reached
 from .documented import documented
 
 
@@ -225,27 +224,6 @@ async def test_a_server_that_breaks_the_protocol_is_named_with_what_it_said(scri
         async with Episode(url) as episode:
             await episode.say("1")
     assert failed.value.code == code
-
-
-async def test_an_answer_that_nothing_asked_for_is_not_taken_for_the_next(scripted):
-    async with Episode(await scripted([SEEN, SEEN])) as episode:
-        await reached(episode.environment._session._incoming.done)
-        with pytest.raises(OpenEnvFailed, match="answers with nothing asked by a message 'observation'") as failed:
-            await episode.say("1")
-    assert failed.value.code == "OUT_OF_ORDER"
-
-
-async def test_an_answer_of_mcp_to_another_call_is_out_of_order(scripted):
-    url = await scripted([SEEN], [{"type": "mcp", "data": {"jsonrpc": "2.0", "id": 7, "result": {"tools": []}}}])
-    with pytest.raises(OpenEnvFailed, match="the answer to call 1 has the id 7") as failed:
-        await Episode(url, action="tool").__aenter__()
-    assert failed.value.code == "OUT_OF_ORDER"
-
-
-async def test_an_address_without_openenv_speaks_another_protocol(scripted):
-    with pytest.raises(OpenEnvFailed, match="HTTP 404: no OpenEnv server") as failed:
-        await Episode(f"{await scripted()}/elsewhere").__aenter__()
-    assert failed.value.code == "OTHER_PROTOCOL"
 
 
 @pytest.mark.parametrize(

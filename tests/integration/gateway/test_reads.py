@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Callable
@@ -140,27 +139,6 @@ async def test_a_dropped_group_is_not_found_and_the_answer_says_when_it_left(
     assert "left the queue about train step 0" in answer.json()["error"]
     overview = await until(client, "api/v1/overview", lambda body: body["drops"])
     assert overview["drops"] == [{"reason": "stale", "groups": 1, "tokens": 0}]
-
-
-async def test_curves_come_from_the_trainers_reports(client: httpx.AsyncClient, scene: Scene) -> None:
-    reports = [
-        {"train_step": step, "time": 100.0 + step, "reward_mean": step / 50, "seconds": {"gradient": 0.5},
-         "batch": {"trajectory_staleness": {"histogram": {"0": 3, "2": 1}}}}
-        for step in range(1, 41)
-    ]  # fmt: skip
-    file = Path(scene.config.folder) / "metrics.jsonl"
-    file.write_text("".join(json.dumps(report) + "\n" for report in reports))
-    path = "api/v1/series?names=reward_mean&points=10"
-    answer = await until(client, path, lambda body: body["series"][0]["x"] and body["series"][0]["high"][-1] == 0.8)
-    (curve,) = answer["series"]
-    assert curve["axis"] == "train_step"
-    assert len(curve["x"]) == 10
-    assert curve["low"][0] == 0.02
-    assert np.isclose(np.mean(curve["mean"]), np.mean([report["reward_mean"] for report in reports]))
-    overview = await until(client, "api/v1/overview", lambda body: body["report"] is not None)
-    assert overview["report"]["train_step"] == 40
-    assert overview["report"]["seconds"] == 0.5
-    assert overview["staleness"]["trained"] == [{"staleness": 0, "count": 3}, {"staleness": 2, "count": 1}]
 
 
 async def test_the_token_is_made_once_and_is_in_no_log(client: httpx.AsyncClient, scene: Scene) -> None:

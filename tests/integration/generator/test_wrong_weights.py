@@ -223,17 +223,6 @@ async def test_a_late_generator_compares_the_newest_adapter_with_the_base(
     assert not serving and "policy version 2: its weights were not delivered" in found and "from version 0 on" in found
 
 
-async def test_an_engine_without_a_fault_serves_every_adapter(make_run: Any) -> None:
-    run = await make_run(adapter=ADAPTER)
-    base = await run.prepare(0)
-    await run.announce(base)
-    run.start()
-    await run.serving(0)
-    for version in (1, 2, 3):
-        await run.announce(await publish_adapter(run, base, version))
-        assert await decided(run, version) == (True, "")
-
-
 LEARNING_RATE = 1e-6
 """Of an ordinary run: the first Adam step moves every weight by it."""
 
@@ -275,37 +264,3 @@ async def test_a_generator_whose_engine_keeps_the_base_weights_stops_serving_at_
     await run.announce(first)
     serving, reason = await decided(run, 1)
     assert not serving and "policy version 1: its weights were not delivered to the engine" in reason
-
-
-async def test_a_generator_whose_engine_takes_ordinary_updates_serves_them(make_run: Any) -> None:
-    run = await make_run()
-    await run.begin()
-    for version in (1, 2, 3):
-        await run.announce(await publish_update(run, version))
-        await run.serving(version)
-
-
-@pytest.mark.parametrize("kind", [BaseWeights, TorchEngine])
-async def test_the_audit_is_red_at_the_first_version_whose_weights_the_engine_never_had(
-    make_run: Any, monkeypatch: pytest.MonkeyPatch, kind: type[TorchEngine]
-) -> None:
-    run = await make_run()
-    write_run_config(run.config, run.folder / "config.yaml")
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    await run.publish(0)
-    await publish_update(run, 1)
-    first, second = (run.checkpoints.root / r.path for r in run.checkpoints.complete_policies())
-    engine = kind(GeneratorConfig(slots=8, max_context_tokens=128, device="cpu"))
-    await engine.start(first, 0)
-    for step in (1, 2):
-        await train_on(run, engine, step)
-        await engine.load(second, 1, OnNewVersion.INTERRUPT)
-    await engine.aclose()
-    result = audit_run(run.folder)
-    assert result.policy_versions == (0, 1)
-    if kind is TorchEngine:
-        assert result.green, result.problems
-    else:
-        assert not result.green
-        assert [problem.partition(":")[0] for problem in result.problems] == ["policy version 1"]
-    assert np.isfinite([version.mean_gap for version in result.rescoring.versions]).all()

@@ -38,29 +38,6 @@ while not pathlib.Path(sys.argv[1]).exists():
 """
 
 
-async def test_a_question_to_the_store_is_repeated_until_it_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leave_servers_alone(monkeypatch)
-    run, folder = config(tmp_path), RunFolder(tmp_path)
-    server = embedded_server(run, folder)
-    await asyncio.to_thread(server.start)
-    try:
-        async with local_mesh(run, folder, asyncio.Event(), Console(file=io.StringIO())) as mesh:
-            impatient = await TrajectoryStore.connect(run.store, run=run.name, url=server.url, retry_seconds=0.1)
-            await mesh.store.aclose()
-            mesh.store = impatient
-            await asyncio.to_thread(server.kill)
-            asked = asyncio.ensure_future(mesh.answer(mesh.latest_version, "the newest version"))
-            await asyncio.wait({asked}, timeout=1.0)
-            assert not asked.done()
-            await asyncio.to_thread(server.start)
-            assert await asyncio.wait_for(asked, 120) == -1
-            await impatient.aclose()
-    finally:
-        await asyncio.to_thread(server.stop)
-
-
 @contextlib.contextmanager
 def no_room(server: EmbeddedServer) -> Iterator[None]:
     """A server that has died and cannot be started: its folder is not to be had."""

@@ -29,8 +29,6 @@ from ...kit.checkpoint_samples import write_batch
 from ...kit.made_batches import sets_of
 from .made_checkpoints import VOCAB, MadeRun, off_by, resampled, rewritten
 
-ALL_GROUPS = [f"e0-{i}" for i in range(12)]
-
 
 def test_a_sound_run_is_green_and_every_pure_segment_is_reproduced(audited: MadeRun) -> None:
     shown = io.StringIO()

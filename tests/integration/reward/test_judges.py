@@ -34,32 +34,6 @@ async def judge() -> AsyncIterator[JudgeServer]:
         yield server
 
 
-async def test_an_odd_reply_of_a_judge_costs_its_answer_alone(tmp_path: Path, judge: JudgeServer) -> None:
-    options = {"url": judge.url, "retries": 0}
-    config = make_config(tmp_path, verifier="http_judge", options=options, workers=1)
-    answers = Answers(config)
-    async with running_service(config), RewardClient(config) as client:
-        *odd, plain = await client.score([answers.trajectory(text) for text in [*REPLIES, "plain"]])
-    assert (plain.kind, plain.value) == (OutcomeKind.SCORED, 0.5)
-    for outcome, (_, _, cause) in zip(odd, REPLIES.values(), strict=True):
-        assert outcome.kind is OutcomeKind.VERIFIER_ERROR
-        assert cause in outcome.message
-
-
-async def test_the_pool_and_a_judge_read_what_follows_the_thought(tmp_path: Path, judge: JudgeServer) -> None:
-    source = {"type": "jsonl", "path": "unused", "verifier_field": "by"}
-    options = {"url": judge.url, "retries": 0}
-    config = make_config(tmp_path, source, verifier="http_judge", options=options, workers=1, answer_after="</think>")
-    answers = Answers(config)
-    thoughts = [
-        answers.trajectory("<think>gzip</think>plain"),
-        answers.trajectory("<think>Is it C?</think>B", {"answer": "B"}, "choice"),
-    ]
-    async with running_service(config), RewardClient(config) as client:
-        judged, chosen = await client.score(thoughts)
-    assert (judged.kind, judged.value, chosen.value) == (OutcomeKind.SCORED, 0.5, 1.0)
-
-
 async def test_a_judge_is_asked_for_many_answers_at_once(tmp_path: Path, judge: JudgeServer) -> None:
     judge.answers_together = AT_ONCE
     judged = {"verifier": "http_judge", "options": {"url": judge.url}, "workers": 1}

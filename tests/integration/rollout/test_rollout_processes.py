@@ -139,17 +139,3 @@ async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout
         regenerated = (await generator())[GENERATED_TOKENS] - await saved_tokens()
         assert held > 0
         assert 0 < regenerated <= partial_save_tokens * held
-
-
-async def test_the_leader_counts_the_first_rollouts_with_the_length_that_the_run_file_allows(tmp_path, server):
-    """Eight rollouts of 4 million tokens are 300 MB, and Redis may hold no more: the next batch and nothing besides."""
-    sections = {"rollout": {"max_new_tokens": 4_000_000}, "generator": {"max_context_tokens": 4_000_032}}
-    async with process_run(tmp_path / "long", server, **sections) as run:
-        run.start("rollout")
-
-        async def admitted():
-            return (await run.store.mesh.counts()).totals.get("admitted_total", 0) > 0
-
-        await run.until("the first admission", admitted)
-        view = await run.store.mesh.view()
-        assert (view.open_groups, view.pending + view.leased) == (2, 8), "the pool has room for more"

@@ -11,14 +11,13 @@ from rollmesh.errors import ConfigError
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.health import Waits
 from rollmesh.store import EvalRequest
-from rollmesh.types import OutcomeKind, Prompt, RewardOutcome
+from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.teacher_client import TeacherClient
 
 from ...kit.teacher_service import DIGEST, KnownTeacher, known_logprobs, served, taught_by, taught_run
 from ...kit.waiting import reached
-from ..teacher.teacher_bench import TEACHER, make_config, reference, running_service
 from .scenes import members, whole_mesh
-from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedReward
+from .scripted import ScriptedGenerator, ScriptedReward
 
 
 async def test_every_trajectory_of_a_batch_has_the_scores_of_its_teacher_asked_for_once(store, tmp_path):
@@ -36,34 +35,6 @@ async def test_every_trajectory_of_a_batch_has_the_scores_of_its_teacher_asked_f
         assert np.array_equal(scores.top_ids, ids[:, None] + np.arange(3))
         assert np.array_equal(scores.top_logprobs, scores.logprobs[:, None] - np.arange(3, dtype=np.float32))
     assert sorted(teacher.calls) == sorted(t.trajectory_id for t in members(batch))
-
-
-async def test_the_columns_of_a_real_teacher_are_those_of_plain_transformers(store, tmp_path):
-    config = make_config(tmp_path, 0.7, top_k=4)
-    async with running_service(config), TeacherClient(config, TEACHER) as client:
-        async with whole_mesh(store, ScriptedGenerator("a"), teachers={TEACHER: client}) as run:
-            batch = await run.trainer.train(1)
-    for trajectory in members(batch):
-        prompt, response = trajectory.prompt.token_ids, trajectory.response_ids
-        rows = reference(tmp_path / "teacher", np.concatenate([prompt, response]), len(prompt), 0.7)
-        scores = trajectory.teacher
-        assert np.abs(scores.logprobs - rows[np.arange(len(response)), response]).max() < 1e-5
-        assert np.abs(scores.top_logprobs - np.take_along_axis(rows, scores.top_ids, 1)).max() < 1e-5
-        assert np.abs(scores.top_logprobs - -np.sort(-rows, 1)[:, :4]).max() < 1e-5
-
-
-class TwoDomains(ScriptedPrompts):
-    def prompt(self, epoch: int, index: int) -> Prompt:
-        return replace(super().prompt(epoch, index), domain=("sums", "code")[index % 2])
-
-
-async def test_prompts_have_the_teacher_of_their_domain_and_the_others_the_general_one(store, tmp_path):
-    services = {"general": KnownTeacher("11" * 32), "coder": KnownTeacher("22" * 32)}
-    async with taught_by(tmp_path, services, coder={"domains": ["code"]}) as teachers:
-        async with whole_mesh(store, ScriptedGenerator("a"), teachers=teachers, prompts=TwoDomains()) as run:
-            batch = await run.trainer.train(1)
-    found = {(t.prompt.domain, t.teacher.teacher, t.teacher.manifest_digest[:2]) for t in members(batch)}
-    assert found == {("sums", "general", "11"), ("code", "coder", "22")}
 
 
 def first_value(column, value):

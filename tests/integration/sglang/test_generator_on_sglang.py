@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -69,20 +67,4 @@ async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_
     await fresh.end()
     assert fresh.versions == {4}
     await generator.stop()
-    assert await run.store.generators.live() == []
-
-
-async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_generator(make_run, stand_in):
-    run = await make_run(stand_in)
-    await run.publish(0)
-    process = run.start_process(0)
-    (record,) = await run.serving(0, seconds=START_SECONDS)
-    calls = [make_call(f"t{i}", prompt_ids(i), max_new_token_count=200, chunk_token_count=2) for i in range(8)]
-    streams = [run.stream(record, call) for call in calls]
-    await begun(run, streams)
-    process.terminate()
-    for stream in streams:
-        assert await stream.end() is FinishReason.INTERRUPTED
-        stream.check_pure(run.models)
-    assert await asyncio.to_thread(process.wait, 120) == 0
     assert await run.store.generators.live() == []

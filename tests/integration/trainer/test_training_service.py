@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from dataclasses import replace
@@ -12,19 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rollmesh.config.rollout import RewardConfig
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 from rollmesh.scheduling import run_limits
-from rollmesh.store import Score
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.service.step_summaries import reported
-from rollmesh.types import GeneratorWork, OutcomeKind, RewardOutcome
-from rollmesh.worker.trajectory_scoring import shape
+from rollmesh.types import GeneratorWork
 
 from ...kit.ledger import read_ledger
 from ...kit.records import generator_record
-from .trainer_run import GROUPS, MEMBERS, SECRET, START_SECONDS, Runs
+from .trainer_run import GROUPS, SECRET, START_SECONDS, Runs
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +30,7 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(runs: R
         # No generator runs here: this one is what the trainer is told.
         told = generator_record("told", slot_count=1, work=GeneratorWork(prefill_tokens=1, generated_tokens=1_000_000))
         await run.store.generators.register(told, ttl=600)
-        run.start(fresh=True)
+        run.start()
         async with run.fed(4):
             await run.until_finished()
         records = await run.store.policies.announced()
@@ -66,36 +62,6 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(runs: R
         assert mesh["goodput"] == mesh["trained_token_total"] / 1_000_000
         samples = run.lines("samples.jsonl")
         assert {s["train_step"] for s in samples} == {1, 2, 3, 4}
-
-
-async def test_values_that_the_run_assigns_to_time_outs_are_trained_even_where_a_batch_has_no_others(
-    runs: Runs,
-) -> None:
-    policy = RewardConfig(on_timeout="fixed", fixed_value=-1.0, overlong_buffer_tokens=60)
-
-    def score_of(trajectory_id: str) -> Score:
-        # The overlong penalty makes the rewards of a group differ.
-        tokens = 20 + 10 * int(trajectory_id[-1])
-        result = shape(RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="late"), tokens, policy, 64)
-        return Score(
-            trajectory_id=trajectory_id,
-            outcome=result.outcome,
-            shaped_reward=result.shaped_reward,
-            assigned=result.assigned,
-        )
-
-    async with runs(trainer={"train_steps": 1}) as run:
-        run.score_of = score_of
-        await run.train(1)
-        first, last = (
-            load_file(run.checkpoints.open(r).folder / "model.safetensors")
-            for r in await run.store.policies.announced()
-        )
-    assert any((first[name] != last[name]).any() for name in first)
-    line = json.loads((run.folder / "metrics.jsonl").read_text())
-    assert (line["batch"]["trajectories"], line["batch"]["unscored_trajectories"]) == (GROUPS * MEMBERS, 0)
-    assert line["reward_mean"] < -1.0 and line["grad_norm"] > 0
-    assert line["batch"]["outcome_mean"] is None, "no verifier gave a value"
 
 
 async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(runs: Runs) -> None:

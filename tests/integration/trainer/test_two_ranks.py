@@ -35,7 +35,7 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(runs: Ru
             follower.kill()
             run.process = None
             assert ranks.wait(120) == 1, "a crash is worth another try"
-            run.start(ranks=2, fresh=True)
+            run.start(ranks=2)
             await run.until_finished(START_SECONDS)
         await assert_every_batch_counts_once(run, {})
         found = load(await run.last_weights())

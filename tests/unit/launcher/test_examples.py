@@ -19,7 +19,6 @@ from rollmesh.tasks.verifiers.verifier_protocol import build_verifier
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 VALUES = sorted((ROOT / "examples" / "kubernetes").glob("*-values.yaml"))
-AGENTS = sorted((ROOT / "examples").glob("*agent.py"))
 TABLES = sorted((ROOT / "examples" / "data").glob("*.jsonl"))
 WARM_START = ROOT / "examples" / "warm-start.yaml"  # of rollmesh sft: tests/integration/sft runs it
 by_stem = pytest.mark.parametrize("file", [file for file in EXAMPLES if file != WARM_START], ids=lambda file: file.stem)
