@@ -28,7 +28,7 @@ from rollmesh.v1 import generation_service_pb2 as generation
 from rollmesh.v1 import generation_service_pb2_grpc as generation_stubs
 from rollmesh.v1 import reward_service_pb2 as reward
 from rollmesh.v1 import teacher_service_pb2 as teacher
-from rollmesh.wire.generation_messages import ERROR_KEY
+from rollmesh.wire.generation_client import ERROR_KEY
 
 from .messages import INTEGERS, Values, corrupted
 

@@ -48,12 +48,12 @@ class OpenAiMetrics:
         self.answer_tokens = metrics.counter(
             "rollmesh_agents_answer_tokens_total", "Answer tokens of the calls.", {"recorded": _RECORDED}
         )
-        self._ends = metrics.counter(
+        self.calls_ended = metrics.counter(
             "rollmesh_agents_generation_calls_ended_total",
             "Generation calls behind unrecorded calls, by the reason for their end.",
             {"reason": CALL_ENDS},
         )
-        self._fruitless = metrics.counter(
+        self.fruitless_calls = metrics.counter(
             "rollmesh_agents_generation_calls_fruitless_total",
             "Generation calls behind unrecorded calls that ended without a token.",
         )
@@ -86,10 +86,3 @@ class OpenAiMetrics:
 
     def sampled(self, count: int, age: int) -> None:
         """Ignore tokens of an unrecorded call; they are counted once the answer ends."""
-
-    def call_ended(self, reason: str) -> None:
-        """Count the end of a generation call behind an unrecorded call."""
-        self._ends.labels(reason=reason).inc()
-
-    def fruitless_call(self) -> None:
-        self._fruitless.inc()

@@ -36,7 +36,7 @@ from rollmesh.store.evaluation_requests import due_at_end
 from rollmesh.text import Tokenizer
 from rollmesh.types import PolicyRecord
 from rollmesh.wire.generation_client import GenerationClient
-from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.scoring_client import RewardClient
 from rollmesh.wire.teacher_client import open_teachers
 from rollmesh.worker.agent_mark import root_of
 from rollmesh.worker.build import WorkerSettings, worker_deps

@@ -30,7 +30,7 @@ from rollmesh.types import Chunk, GenerationCall, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from rollmesh.wire.codec import same_fields
-from rollmesh.wire.generation_messages import ERROR_KEY, ERRORS, check_ids, check_version, chunk_to_pb, request_from_pb
+from rollmesh.wire.generation_client import ERROR_KEY, ERRORS, check_ids, check_version, chunk_to_pb, request_from_pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

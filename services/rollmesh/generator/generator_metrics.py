@@ -61,7 +61,7 @@ class GeneratorMetrics:
             "rollmesh_generator_last_call_timestamp_seconds", "Time at which a generation call last ended."
         )
         self.reloads = metrics.counter("rollmesh_generator_reloads_total", "Attempts to load a policy version.")
-        self._failures = metrics.counter(
+        self.reload_failures = metrics.counter(
             "rollmesh_generator_reload_failures_total",
             "Loads that failed; the old policy stays.",
             {"reason": RELOAD_FAILURES},
@@ -101,10 +101,6 @@ class GeneratorMetrics:
         """Count the end of a call; ``reason`` is one of CALL_ENDS."""
         self._ended.labels(reason=reason).inc()
         self._last_call.set_to_current_time()
-
-    def reload_failed(self, reason: str) -> None:
-        """Count a failed load; ``reason`` is one of RELOAD_FAILURES."""
-        self._failures.labels(reason=reason).inc()
 
 
 class EngineCollector(Collector):

@@ -95,7 +95,7 @@ class PolicyWatcher:
                 try:
                     settled = await self._load_if_changed()
                 except StoreUnavailable as error:
-                    self._metrics.reload_failed("store")
+                    self._metrics.reload_failures.labels(reason="store").inc()
                     self._log.warning("policy_unknown", message=str(error), retry_seconds=retry_seconds)
                     settled = False
                 failure_count = 0 if settled else failure_count + 1
@@ -170,7 +170,7 @@ class PolicyWatcher:
         reason = "canary" if isinstance(error, CanaryFailed) else "engine"
         if isinstance(error, CheckpointError):
             reason = error.reason
-        self._metrics.reload_failed(reason)
+        self._metrics.reload_failures.labels(reason=reason).inc()
         self._health.waits.begin(_WAIT, f"policy version {record.policy_version}: {error}")
         if not (isinstance(error, CheckpointError) and error.outside):
             self._serving_state.refuse(record.policy_version, f"{reason}: {error}", retried=reason in _RETRIED_REASONS)

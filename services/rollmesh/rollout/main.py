@@ -31,7 +31,7 @@ from rollmesh.tasks.sources.derived import RepeatedPrompts, run_prompts
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource, RowSource
 from rollmesh.text import Tokenizer
 from rollmesh.wire.generation_client import GenerationClient
-from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.scoring_client import RewardClient
 from rollmesh.wire.teacher_client import open_teachers
 from rollmesh.worker.agent_mark import OutsideProgram
 from rollmesh.worker.build import WorkerSettings, worker_deps

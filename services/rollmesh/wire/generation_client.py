@@ -1,20 +1,144 @@
-"""Client of GenerationService: one channel per generator, and rollmesh errors instead of gRPC codes."""
+"""Client of GenerationService: its messages and errors, and one channel per generator."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Self
 
 import grpc.aio
 from google.protobuf.message import Message
 
+from rollmesh.errors import DataError, EngineError, GenerationRefused
+from rollmesh.kept_sets import pack_sets
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.types import ANY_VERSION, Chunk, GenerationCall, GeneratorRecord, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
-from rollmesh.wire.generation_messages import chunk_from_pb, error_from_rpc, request_to_pb
+from rollmesh.wire.codec import (
+    finish_from_pb,
+    finish_to_pb,
+    floats_from_pb,
+    ids_from_pb,
+    kept_sets_from_pb,
+    same_fields,
+    sampling_from_pb,
+    sampling_to_pb,
+    tensor_to_pb,
+)
+
+ERROR_KEY = "rollmesh-error"
+"""Trailing metadata key of the error's class: a rejection and a broken connection have the same gRPC codes."""
+
+MOST_ID_CHARACTERS = 512
+MOST_IDS = 16_384
+"""Maximum number of ids in one request."""
+MOST_VERSION = 2**53 - 1
+"""Largest integer that is exact in Redis scripts."""
+
+_CALL_FIELDS = (
+    *("trajectory_id", "group_id", "prompt_token_count", "max_new_token_count", "chunk_token_count"),
+    "unacknowledged_token_limit",
+)
+_CHUNK_FIELDS = ("policy_version", "kv_min_version", "cached_token_count")
+
+ERRORS: dict[str, type[DataError | EngineError | GenerationRefused]] = {
+    e.__name__: e for e in (DataError, EngineError, GenerationRefused)
+}
+"""Error classes that a generator reports, by name."""
+
+
+def request_to_pb(call: GenerationCall, instance_id: str, need: VersionNeed) -> pb.GenerateRequest:
+    """Encode a generation call to the generator ``instance_id``."""
+    pinned = need.pinned_version
+    return pb.GenerateRequest(
+        **same_fields(call, _CALL_FIELDS),
+        context_ids=tensor_to_pb(call.context_ids),
+        sampling=sampling_to_pb(call.sampling),
+        instance_id=instance_id,
+        min_policy_version=need.min_version,
+        pinned_policy_version_plus_one=0 if pinned is None else pinned + 1,
+    )
+
+
+def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, VersionNeed]:
+    """Decode a generation call; DataError names the invalid field."""
+    for name in ("trajectory_id", "group_id", "instance_id"):
+        check_id(getattr(request, name), name)
+    for name in ("min_policy_version", "pinned_policy_version_plus_one", "unacknowledged_token_limit"):
+        if getattr(request, name) < 0:
+            raise DataError(f"{name}={getattr(request, name)}: expected at least 0")
+    call = GenerationCall(
+        **same_fields(request, _CALL_FIELDS),
+        context_ids=ids_from_pb(request.context_ids, "context_ids"),
+        sampling=sampling_from_pb(request.sampling),
+    )
+    pinned = request.pinned_policy_version_plus_one
+    return call, VersionNeed(min_version=request.min_policy_version, pinned_version=pinned - 1 if pinned else None)
+
+
+def check_id(value: str, name: str) -> None:
+    """Raise DataError for an id that is longer than any id of the mesh."""
+    if len(value) > MOST_ID_CHARACTERS:
+        raise DataError(f"{name}: {len(value)} characters, expected at most {MOST_ID_CHARACTERS}")
+
+
+def check_ids(values: Sequence[str], name: str) -> None:
+    """Raise DataError for more ids than a generator has calls, or for an id that is too long."""
+    if len(values) > MOST_IDS:
+        raise DataError(f"{name}: {len(values)} ids, expected at most {MOST_IDS}")
+    for value in values:
+        check_id(value, name)
+
+
+def check_version(version: int) -> None:
+    """Raise DataError for a number that is not a valid policy version."""
+    if not 0 <= version <= MOST_VERSION:
+        raise DataError(f"policy_version={version}: expected 0 to {MOST_VERSION}")
+
+
+def chunk_to_pb(chunk: Chunk) -> pb.GenerateResponse:
+    """Encode a chunk."""
+    return pb.GenerateResponse(
+        **same_fields(chunk, _CHUNK_FIELDS),
+        token_ids=tensor_to_pb(chunk.token_ids),
+        behavior_logprobs=tensor_to_pb(chunk.behavior_logprobs),
+        finish_reason=finish_to_pb(chunk.finish_reason),
+        kept_sets=b"" if chunk.kept_sets is None else pack_sets(chunk.kept_sets),
+    )
+
+
+def chunk_from_pb(response: pb.GenerateResponse) -> Chunk:
+    """Decode a chunk; EngineError if the message is malformed."""
+    try:
+        token_ids = ids_from_pb(response.token_ids)
+        return Chunk(
+            **same_fields(response, _CHUNK_FIELDS),
+            token_ids=token_ids,
+            behavior_logprobs=floats_from_pb(response.behavior_logprobs),
+            finish_reason=finish_from_pb(response.finish_reason),
+            kept_sets=kept_sets_from_pb(response.kept_sets, token_ids),
+        )
+    except DataError as error:
+        raise EngineError(f"the generator sent a malformed chunk: {error}") from error
+
+
+def error_from_rpc(
+    error: grpc.aio.AioRpcError, address: str, received: bool, explain: Callable[[str], str] = str
+) -> DataError | EngineError | GenerationRefused:
+    """Convert the gRPC error of a failed call into a rollmesh error.
+
+    A DataError keeps its class, and so does a refusal before the first token. A lost connection, a time-out and any
+    other error after a token are an EngineError.
+    """
+    text = explain(error.details() or error.code().name)
+    name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
+    kind = ERRORS.get(str(name), EngineError)
+    if kind is EngineError or (received and kind is not DataError):
+        return EngineError(f"generator {address}: {error.code().name}: {text}")
+    return kind(text)
+
 
 _MAX_CHANNELS = 256
 """Maximum number of open channels; surplus idle channels are closed because generators are replaced over time."""

@@ -1,4 +1,4 @@
-"""Client of services that score trajectories: coalesced calls, a deadline, retries while none is reachable."""
+"""Clients of services that score trajectories: coalesced calls, a deadline, retries while none is reachable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from rollmesh.errors import RollmeshError
-from rollmesh.runtime.endpoints import Addresses
+from rollmesh.config import RunConfig
+from rollmesh.errors import RewardUnavailable, RollmeshError
+from rollmesh.runtime.endpoints import Addresses, service_addresses
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.runtime.tasks import BackgroundTasks, Backoff
+from rollmesh.types import RewardOutcome, Trajectory
+from rollmesh.v1 import reward_service_pb2 as pb
+from rollmesh.v1 import reward_service_pb2_grpc as stubs
+from rollmesh.wire.codec import outcome_from_pb
+from rollmesh.wire.reward_messages import score_item_to_pb
 
 _MOST_ITEMS_PER_CALL = 64
 _MOST_BYTES_PER_CALL = 8 << 20
@@ -110,9 +116,6 @@ class ScoringClient(ABC, Generic[M, R]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
         """Cancel the calls in progress, which raise ``unavailable``, and close the channels."""
         await self._calls.cancel()
         _fail(self._pending, self._closed())
@@ -258,3 +261,38 @@ def _fail(batch: Sequence[_Waiting[Any, Any]], error: BaseException) -> None:
     for waiting in batch:
         if not waiting.result.done():
             waiting.result.set_exception(error)
+
+
+class RewardClient(ScoringClient[pb.ScoreItem, RewardOutcome]):
+    """Client of the reward services of a run."""
+
+    unavailable = timed_out = RewardUnavailable
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        addresses: Addresses | None = None,
+        security: PortSecurity = OPEN,
+        deadline_seconds: float = 300.0,
+        waits: Waits | None = None,
+    ) -> None:
+        """``addresses`` returns the host:port of the services; the default uses the run file."""
+        addresses = addresses or service_addresses(config, "reward", config.reward.address, "reward")
+        super().__init__("reward", addresses, security, deadline_seconds, waits)
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
+        """Score finished trajectories; returns one outcome per trajectory, in order.
+
+        Raises RewardUnavailable if no service answers before the deadline.
+        """
+        return await self._score([(score_item_to_pb(t), t.traceparent) for t in trajectories])
+
+    def _open(self, channel: grpc.aio.Channel) -> OpenCall[pb.ScoreItem]:
+        stub = stubs.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
+        return lambda items, timeout, metadata: stub.Score(
+            pb.ScoreRequest(items=items), timeout=timeout, metadata=metadata
+        )
+
+    def _result(self, response: pb.ScoreResponse) -> RewardOutcome:
+        return outcome_from_pb(response.outcome)

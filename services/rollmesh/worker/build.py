@@ -15,7 +15,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer
 from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
-from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.scoring_client import RewardClient
 from rollmesh.wire.teacher_client import TeacherClient
 from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool, Interrupter

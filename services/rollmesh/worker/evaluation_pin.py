@@ -40,13 +40,9 @@ class Pin:
         self._request = request
         self._shown_waits = shown_waits
         self._pinned_instance = ""
-        self._waits = False
-        self._log = get_logger("evaluation")
-
-    @property
-    def waits(self) -> bool:
+        self.waits = False
         """True while a pin of another owner is in force."""
-        return self._waits
+        self._log = get_logger("evaluation")
 
     @property
     def refusal(self) -> str:
@@ -112,12 +108,12 @@ class Pin:
                 version, owner=self._request.evaluation_id, instance_id=self._pinned_instance
             )
         except Conflict as error:
-            if not self._waits:
+            if not self.waits:
                 self._log.warning("evaluation_waits", evaluation=self._request.evaluation_id, message=str(error))
-            self._waits = True
+            self.waits = True
             self._show(f"{error}; rollmesh pin RUN --release ends the pin of an operator")
             return False
-        self._waits = False
+        self.waits = False
         self._shown_waits.end(_OPERATION)
         return True
 

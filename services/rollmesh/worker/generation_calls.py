@@ -201,7 +201,7 @@ class Caller:
         except GenerationRefused as error:
             # Not a fault: the generator drains, loads a policy or is full. Its record shows that a moment later.
             self._generators.avoid(slot.record.instance_id)
-            self._metrics.call_ended("refused")
+            self._metrics.calls_ended.labels(reason="refused").inc()
             self._log.debug("call_refused", generator=slot.record.instance_id, message=str(error))
         except GarbageAnswer as error:
             self._misbehaved(slot, error.reason, str(error))
@@ -209,13 +209,13 @@ class Caller:
             self._misbehaved(slot, "broken", str(error))
         except TimeoutError:
             if slot.aborted:
-                self._metrics.call_ended("cut_off")
+                self._metrics.calls_ended.labels(reason="cut_off").inc()
             else:
                 self._misbehaved(slot, "hung", f"no chunk for {self._limits.chunk_timeout_seconds:g} s")
         if active.token_count > before:
             active.failed_calls = 0
         else:
-            self._metrics.fruitless_call()
+            self._metrics.fruitless_calls.inc()
         return None
 
     def _misbehaved(self, slot: GeneratorSlot, reason: str, message: str) -> None:
@@ -223,7 +223,7 @@ class Caller:
         where = "" if slot.record.address in message else f"{slot.record.address}: "
         self._waits.begin(_WAIT, f"generation: {where}{message}")
         seconds = self._generators.avoid(slot.record.instance_id, GARBAGE_AVOID_SECONDS)
-        self._metrics.call_ended(reason)
+        self._metrics.calls_ended.labels(reason=reason).inc()
         self._log.warning(
             "generator_misbehaved",
             generator=slot.record.instance_id,
@@ -268,10 +268,10 @@ class Caller:
                     self._generators.clear_avoidance(slot.record.instance_id)
                     self._waits.end(_WAIT)
                 if active.stop_requested:
-                    self._metrics.call_ended("enough")
+                    self._metrics.calls_ended.labels(reason="enough").inc()
                     return FinishReason.STOP
                 if chunk.finish_reason is not None:
-                    self._metrics.call_ended(chunk.finish_reason.value)
+                    self._metrics.calls_ended.labels(reason=chunk.finish_reason.value).inc()
                     return chunk.finish_reason
                 if save is not None:
                     await save(active)

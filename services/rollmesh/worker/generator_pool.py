@@ -96,7 +96,8 @@ class GeneratorPool:
         self._candidates = Candidates(placement)
         self._version = 0
         self._read_at = -math.inf
-        self._serving_slots = 0
+        self.serving_slots = 0
+        """Total slots of the serving generators."""
         self._slots: set[GeneratorSlot] = set()
         self._avoided: dict[str, _Avoided] = {}
         self._waiters: dict[_Waiter, None] = {}
@@ -117,11 +118,6 @@ class GeneratorPool:
     def occupied_slots(self) -> frozenset[GeneratorSlot]:
         """Slots of the calls in progress."""
         return frozenset(self._slots)
-
-    @property
-    def serving_slots(self) -> int:
-        """Total slots of the serving generators."""
-        return self._serving_slots
 
     def unserved_version(self) -> int | None:
         """Return the newest version among the tokens of waiting trajectories if no generator serves it, else None.
@@ -150,7 +146,7 @@ class GeneratorPool:
         """Read the registry; calls on a generator that has left it continue, because it may be draining."""
         found = {record.instance_id: record for record in await self._registry.live()}
         self._candidates.update(found)
-        self._serving_slots = sum(r.slot_count for r in found.values() if r.serving)
+        self.serving_slots = sum(r.slot_count for r in found.values() if r.serving)
         self._avoided = {name: a for name, a in self._avoided.items() if name in found}
         self.wake()
 

@@ -19,32 +19,28 @@ class NewestPolicy:
 
     def __init__(self, registry: PolicyRegistry) -> None:
         self._registry = registry
-        self._newest = -1
-
-    @property
-    def newest(self) -> int:
+        self.newest = -1
         """Newest version read so far; -1 before the first."""
-        return self._newest
 
     async def refresh(self) -> None:
         """Read the newest version from the store."""
         latest = await self._registry.latest()
         if latest is not None:
-            self._newest = max(self._newest, latest.policy_version)
-            note_policy_version(self._newest)
+            self.newest = max(self.newest, latest.policy_version)
+            note_policy_version(self.newest)
 
     async def newest_at_least(self, version: int) -> int:
         """Return the newest version; if ``version`` is newer than the cached one, read the store first.
 
         Retries until the store answers.
         """
-        while version > self._newest:
+        while version > self.newest:
             try:
                 await self.refresh()
                 break
             except StoreUnavailable:
                 await asyncio.sleep(_PAUSE_SECONDS)
-        return self._newest
+        return self.newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

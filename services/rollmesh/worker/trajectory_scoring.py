@@ -26,7 +26,7 @@ from rollmesh.runtime.health import Waits
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import Backoff, cancel_and_wait, retry
 from rollmesh.types import OutcomeKind, RewardOutcome, TeacherColumn, Trajectory
-from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.scoring_client import RewardClient
 from rollmesh.wire.teacher_client import TeacherClient
 from rollmesh.worker.worker_metrics import WorkerMetrics
 

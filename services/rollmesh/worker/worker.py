@@ -220,11 +220,11 @@ class Worker:
                 await deps.saver.save(active)
                 active.check_lost()
                 await deps.saver.release(active.trajectory_id, stop.reason)
-                deps.metrics.parked(stop.reason.value)
+                deps.metrics.parked.labels(reason=stop.reason.value).inc()
             except DataError as error:
                 self._log.warning("trajectory_is_dead", trajectory=active.trajectory_id, message=str(error))
                 active.check_lost()
-                deps.metrics.dropped("dead")
+                deps.metrics.drops.labels(reason="dead").inc()
                 await deps.saver.fail(active.trajectory_id, str(error))
                 end_of_trajectory(active, "dead", 0.0)
             except LetGo:
@@ -238,7 +238,7 @@ class Worker:
         except LetGo as error:
             self._log.info("trajectory_let_go", trajectory=active.trajectory_id, message=str(error))
             active.span.fail(f"let go: {error}")
-            deps.metrics.dropped("taken_back")
+            deps.metrics.drops.labels(reason="taken_back").inc()
             if deps.session.trajectories.get(active.trajectory_id) is active:
                 # Usually another worker has leased it. If the queue still counts it as ours, no worker could lease it.
                 await deps.saver.release(active.trajectory_id, ReleaseReason.FAILED)
@@ -252,7 +252,7 @@ class Worker:
     async def _give_up(self, active: ActiveTrajectory, message: str) -> None:
         """Release a failed attempt after a pause: attempts are few, and the cause of the failure may pass."""
         active.span.fail(message)
-        self._deps.metrics.dropped("failed")
+        self._deps.metrics.drops.labels(reason="failed").inc()
         await wait_or_shutdown(self._draining, self._failed_attempt.seconds(active.attempt))
         active.check_lost()
         await self._deps.saver.release(active.trajectory_id, ReleaseReason.FAILED)
@@ -294,7 +294,7 @@ class Worker:
             span.set(outcome=result.outcome.kind.value, shaped_reward=result.shaped_reward)
         active.check_lost()
         if result.dead:
-            self._deps.metrics.dropped("dead")
+            self._deps.metrics.drops.labels(reason="dead").inc()
             await self._deps.saver.fail(active.trajectory_id, f"{result.outcome.kind}: {result.outcome.message}")
             active.recorded = True
             end_of_trajectory(active, "dead", 0.0)
@@ -303,7 +303,7 @@ class Worker:
         active.recorded = True
         end_of_trajectory(active, result.outcome.kind.value, result.shaped_reward)
         if not result.has_value:
-            self._deps.metrics.dropped("unscorable")
+            self._deps.metrics.drops.labels(reason="unscorable").inc()
 
     # -- watching --------------------------------------------------------------------------------------------------
     async def _watch_loop(self) -> None:

@@ -38,15 +38,13 @@ class TrajectoryMetrics(Protocol):
     """Tokens sampled by calls that are pinned to one policy version."""
     sessions_lost: Counter
     """Worker sessions that expired."""
+    calls_ended: Counter
+    """Generation calls, by the reason of their end."""
+    fruitless_calls: Counter
+    """Calls that failed without a token."""
 
     def sampled(self, count: int, age: int) -> None:
         """Count ``count`` tokens of a policy version that is ``age`` announcements old."""
-
-    def call_ended(self, reason: str) -> None:
-        """Count the end of a generation call."""
-
-    def fruitless_call(self) -> None:
-        """Count a call that failed without a token."""
 
 
 class WorkerMetrics:
@@ -67,20 +65,20 @@ class WorkerMetrics:
             "Tokens kept for training, by age of their policy version on arrival.",
             {"age": (*map(str, range(4)), "4+")},
         )
-        self._calls = metrics.counter(
+        self.calls_ended = metrics.counter(
             "rollmesh_rollout_calls_ended_total", "Generation calls, by the reason of their end.", {"reason": CALL_ENDS}
         )
-        self._fruitless = metrics.counter(
+        self.fruitless_calls = metrics.counter(
             "rollmesh_rollout_calls_fruitless_total", "Generation calls that failed without a token."
         )
 
     def _count_ends(self, metrics: Metrics) -> None:
-        self._drops = metrics.counter(
+        self.drops = metrics.counter(
             "rollmesh_rollout_trajectories_dropped_total",
             "Trajectories this worker dropped, by reason.",
             {"reason": _DROPS},
         )
-        self._parked = metrics.counter(
+        self.parked = metrics.counter(
             "rollmesh_rollout_trajectories_parked_total",
             "Trajectories released unfinished, by reason.",
             {"reason": ReleaseReason},
@@ -158,20 +156,6 @@ class WorkerMetrics:
 
     def sampled(self, count: int, age: int) -> None:
         self._tokens.labels(age=str(age) if age < 4 else "4+").inc(count)
-
-    def call_ended(self, reason: str) -> None:
-        self._calls.labels(reason=reason).inc()
-
-    def fruitless_call(self) -> None:
-        self._fruitless.inc()
-
-    def dropped(self, reason: str) -> None:
-        """Count a trajectory that this worker dropped."""
-        self._drops.labels(reason=reason).inc()
-
-    def parked(self, reason: str) -> None:
-        """Count a trajectory released unfinished."""
-        self._parked.labels(reason=reason).inc()
 
     def finished(self, reason: str, tokens: int, version_span: int) -> None:
         """Count a finished trajectory."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollmesh.types import OutcomeKind, RewardOutcome
-from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.scoring_client import RewardClient
 
 from ...kit.judge_server import JudgeServer, Reply, judge_server
 from .reward_bench import IN_TIME_SECONDS, WAIT_SECONDS, Answers, make_config, running_service

@@ -90,15 +90,6 @@ async def test_an_answer_without_a_request_is_no_answer_to_the_next_one(tmp_path
         assert bench.sample("rollmesh_reward_workers_replaced_total", reason="retired") == 1
 
 
-async def test_neighbours_do_not_wait_for_a_poisonous_answer(tmp_path: Path) -> None:
-    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify")) as bench:
-        poison = asyncio.create_task(bench.score("loop"))
-        outcomes = await bench.score_all([f"value {n}" for n in range(50)])
-        assert not poison.done(), "it holds one of the two workers all the time"
-        assert [o.value for o in outcomes] == list(range(50))
-        poison.cancel()
-
-
 async def test_a_time_out_is_wrong_where_the_verifier_says_so_and_marked(tmp_path: Path) -> None:
     config = make_config(tmp_path, verifier="poisonous:wrong_when_late", timeout_seconds=1.0)
     async with scoring_bench(config) as bench:

@@ -20,7 +20,7 @@ from rollmesh.types import OutcomeKind
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.v1 import trajectory_pb2
-from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.scoring_client import RewardClient
 from rollmesh.worker.trajectory_scoring import TrajectoryScorer
 from rollmesh.worker.worker_metrics import WorkerMetrics
 

@@ -27,7 +27,7 @@ from rollmesh.runtime.grpc import create_channel, create_server
 from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
-from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.scoring_client import RewardClient
 
 from ...kit.waiting import reached
 from .reward_bench import IN_TIME_SECONDS, WAIT_SECONDS, Answers, gate, make_config, running_service

@@ -25,7 +25,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
-from rollmesh.wire.reward_client import RewardClient
+from rollmesh.wire.scoring_client import RewardClient
 from rollmesh.wire.teacher_client import TeacherClient
 from rollmesh.worker.build import WorkerSettings, worker_deps
 from rollmesh.worker.evaluator import Evaluator

@@ -169,17 +169,6 @@ def append_after_restart(trajectory_id, segment):
     return Append(trajectory_id=trajectory_id, token_offset=0, segments=[segment], incarnation=1)
 
 
-async def test_a_lost_session_is_replaced_and_the_trajectories_continue(store):
-    async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.02), chunk=4) as run:
-        await reached(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
-        first = run.session.current
-        await store.sessions.close(first)
-        check_batch(await run.trainer.train(1), run.plan)
-        assert run.session.current != first
-        assert run.value("rollmesh_rollout_sessions_lost_total") == 1
-    check_sampled_once(run)
-
-
 async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost_the_new_one(store, monkeypatch):
     """Otherwise every lease would wait for a session that no worker renews to expire."""
     lease, refused = store.trajectories.lease, []

@@ -10,11 +10,6 @@ from .scenes import check_batch, check_sampled_once, start, whole_mesh
 from .scripted import ScriptedGenerator, ScriptedReward
 
 
-async def store_is_empty(store):
-    view = await store.mesh.view()
-    return view.is_complete and view.open_groups == view.ready_groups == view.leased == 0
-
-
 async def paused(store):
     return (await store.leadership.desired()).paused
 

@@ -15,7 +15,7 @@ from rollmesh.worker.generator_pool import GeneratorPool
 
 from ...kit.records import generator_record
 from ...kit.waiting import reached
-from .store_mesh import Mesh, earlier_state, policy, prompt, segment
+from .store_mesh import Mesh, earlier_state, prompt, segment
 
 TTL = 600.0
 
@@ -177,25 +177,6 @@ async def test_a_waiter_that_has_to_stop_is_woken_without_a_generator(store: Tra
     await asyncio.gather(calls[1], return_exceptions=True)
 
 
-async def test_a_registry_that_has_not_changed_is_not_read(store: TrajectoryStore) -> None:
-    now = 0.0
-    generators = GeneratorPool(store.generators, clock=lambda: now)
-    await store.generators.register(record("a"), TTL)
-    await generators.follow((await store.leadership.desired()).registry_version)
-    assert list(generators.records) == ["a"]
-    seen = (await store.leadership.desired()).registry_version
-    await store.generators.register(record("b"), TTL)
-    await generators.follow(seen)
-    assert list(generators.records) == ["a"], "as long as the desired state names the same version"
-    await generators.follow((await store.leadership.desired()).registry_version)
-    assert sorted(generators.records) == ["a", "b"]
-    seen = (await store.leadership.desired()).registry_version
-    await store.generators.register(record("c"), TTL)
-    now = 10.0
-    await generators.follow(seen)
-    assert sorted(generators.records) == ["a", "b", "c"], "read from time to time: records expire silently"
-
-
 async def test_tokens_of_a_version_that_no_generator_serves_are_named_while_their_trajectory_waits(
     store: TrajectoryStore,
 ) -> None:
@@ -290,15 +271,3 @@ async def test_a_clock_that_was_set_back_does_not_prolong_a_lease(store: Traject
     for token in ("killed", "also killed"):
         await store.connection.command("ZINCRBY", key, 3_600_000, token)
     await reached(lambda: granted(store, "next", ttl=0.2))
-
-
-async def test_a_version_that_a_trajectory_needs_is_required_of_every_generator(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    for version in (1, 2):
-        await store.policies.announce(mesh.trainer, policy(version))
-    assert (await store.policies.outlook()).required_version == 0
-    assert await store.policies.require(2)
-    assert not await store.policies.require(2) and not await store.policies.require(1)
-    assert not await store.policies.require(7), "it was never announced"
-    outlook = await store.policies.outlook()
-    assert (outlook.newest, outlook.pinned, outlook.required_version) == (policy(2), None, 2)

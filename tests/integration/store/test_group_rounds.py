@@ -10,7 +10,6 @@ from rollmesh.errors import Conflict, SessionLost
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import Cursor
 from rollmesh.store import LeasedTrajectory, TrajectoryStore, WriteStatus
-from rollmesh.types import FinishReason
 
 from .store_mesh import Mesh, group
 
@@ -74,25 +73,6 @@ async def test_only_the_leader_decides_and_not_beyond_the_most_members(store: Tr
         await store.connection.run("close_group", mesh.leader, found.group_id, 0, 0, "1.0", "")
     assert (await store.mesh.view()).undecided_groups == 1
     assert await store.rounds.extend(mesh.leader, found, 3, 1, "{}")
-
-
-async def test_a_trajectory_ends_at_its_kept_tokens_and_the_others_are_wasted(store: TrajectoryStore) -> None:
-    mesh = await begin(store)
-    group_id = await admit(mesh)
-    await complete(mesh, 1.0, 1.0)
-    await store.rounds.close(mesh.leader, await undecided(mesh), [1.0, 0.0], [5, 4])
-    await store.leadership.cut(mesh.leader, 1, [group_id])
-    batch = await mesh.claim(1)
-    whole, cut = batch.groups[0].trajectories
-    assert (whole.response_token_count, whole.cut_token_count, whole.finish_reason) == (5, 0, FinishReason.STOP)
-    assert (cut.response_token_count, cut.cut_token_count, cut.finish_reason) == (4, 1, FinishReason.LENGTH)
-    assert [len(s) for s in cut.segments] == [3, 1], "the second chunk of two tokens lost its last one"
-    assert [s.behavior_logprobs is not None and len(s.behavior_logprobs) for s in cut.segments] == [3, 1]
-    await store.training.confirm_batch_file(mesh.trainer, 1, "digest")
-    await store.training.report_trained(mesh.trainer, 1)
-    counts = await store.mesh.counts()
-    assert (counts.dropped_tokens, counts.totals["shortened_total"]) == ({"shortened": 1}, 1)
-    assert (await store.prompt_records.read(["0"]))["0"].token_sum == 10, "the history has the sampled lengths"
 
 
 async def test_a_replayed_dead_letter_is_shaped_like_every_group(store: TrajectoryStore) -> None:

@@ -79,43 +79,6 @@ async def test_a_page_that_reads_no_more_records_continues_at_the_first_one_left
     assert [mark.trajectory_id for mark in await read_all(store, None, 5)] == ids
 
 
-async def test_a_row_tells_what_the_queue_knows(store: TrajectoryStore) -> None:
-    mesh = await populated(store)
-    rows = {mark.trajectory_id: mark for mark in await read_all(store, None, 100)}
-    leased = rows["e0-3.0"]
-    assert (leased.token_count, leased.newest_version, leased.session, leased.attempts) == (4, 0, mesh.session, 1)
-    assert (rows["e0-0.1"].reward, rows["e0-0.1"].finish_reason, rows["e0-0.1"].train_step) == (1.0, "stop", 1)
-    assert rows["e0-5.0"].birth_version is None
-    assert rows["e0-2.0"].train_step is None
-    assert await store.inspection.workers() == {mesh.session: "worker"}
-
-
-async def test_the_newest_version_follows_the_tokens_and_leaves_with_them(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=1, leased=1)
-    await mesh.append("e0-0.0", 0, 4)
-    await store.policies.announce(mesh.trainer, policy(1, 0))
-    await mesh.append("e0-0.0", 4, 4, 1)
-    mark, unknown = await store.inspection.marks(["e0-0.0", "e9-9.9"])
-    assert (mark.newest_version, mark.token_count) == (1, 8)
-    assert unknown is None
-    await store.trajectories.restart(mesh.session, ["e0-0.0"])
-    (mark,) = await store.inspection.marks(["e0-0.0"])
-    assert (mark.newest_version, mark.token_count) == (None, 0)
-
-
-async def test_one_trajectory_comes_with_its_tokens_and_outcome(store: TrajectoryStore) -> None:
-    await populated(store)
-    found = await store.inspection.inspect("e0-4.0")
-    assert found.trajectory.response_ids.tolist() == [0, 1, 2, 3, 4]
-    assert found.trajectory.outcome.parts == {"exact": 1.0}
-    assert found.trajectory.prompt.metadata == {"answer": "4"}
-    assert np.array_equal(found.trajectory.prompt.token_ids, [4, 5, 6, 7])
-    assert found.member_count == 2
-    pending = await store.inspection.inspect("e0-5.1")
-    assert pending.mark.state == "pending"
-    assert pending.trajectory.segments == ()
-
-
 @pytest.mark.parametrize("wrong", ["e0-5.2", "e9-0.0", "nonsense", "e0-5.x", "", ".", "e0-5.-1"])
 async def test_what_is_not_in_the_queue_is_not_found(store: TrajectoryStore, wrong: str) -> None:
     await populated(store)
@@ -142,14 +105,6 @@ async def test_held_trajectories_are_scanned_part_by_part(store: TrajectoryStore
         if not cursors[mesh.session]:
             break
     assert len(seen) == 400
-
-
-async def test_a_group_that_left_says_when(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=2)
-    await store.leadership.evict(mesh.leader, ["e0-1"], "stale")
-    assert await store.inspection.gone_at("e0-1") == 0
-    assert await store.inspection.gone_at("e0-0") is None
-    assert await store.inspection.inspect("e0-1.0") is None
 
 
 async def test_a_save_says_which_generator_wrote_it_and_a_name_of_two_words_breaks_nothing(

@@ -128,19 +128,6 @@ async def test_a_lease_whose_group_is_dropped_before_its_tokens_are_read_is_no_l
     assert await store.trajectories.lease(mesh.session, 1) == []
 
 
-async def test_a_paused_mesh_leases_nothing(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store, groups=1)
-    for pause in (store.settings.set_user_paused, store.settings.set_launcher_paused):
-        await pause(True)
-        assert await store.trajectories.lease(mesh.session, 1) == []
-        await pause(False)
-    await store.leadership.set_desired(mesh.leader, Desired(pool_size=4, paused=True, reason="barrier"))
-    assert await store.trajectories.lease(mesh.session, 1) == []
-    assert (await store.leadership.desired()).reason == "barrier"
-    await store.leadership.set_desired(mesh.leader, Desired(pool_size=4))
-    assert len(await store.trajectories.lease(mesh.session, 1)) == 1
-
-
 async def test_the_time_of_the_first_lease_stays_with_the_trajectory(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=1)
     before = time.time()

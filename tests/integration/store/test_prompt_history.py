@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome, PromptRecord
 from rollmesh.store import TrajectoryStore
@@ -36,19 +34,6 @@ async def end(mesh: Mesh, group_id: str, *members: tuple[int, float | None]) -> 
 
 GROUPS = {"e0-0": ((10, 0.1), (30, 0.2)), "e1-0": ((5, 0.0), (7, 0.7)), "e0-1": ((8, 1.0), (9, 1.0))}
 """The last one is filtered; 0.1 + 0.2 + 0.7 depends on the order in floating point."""
-
-
-@pytest.mark.parametrize("order", [("e0-0", "e1-0", "e0-1"), ("e0-1", "e1-0", "e0-0")])
-async def test_every_order_of_the_groups_gives_the_same_record(store: TrajectoryStore, order: tuple[str, ...]) -> None:
-    mesh = await Mesh.start(store, keeps_history=True, filter_zero_variance=True)
-    await admit(mesh, (0, 0), (0, 1), (1, 0))
-    for group_id in order:
-        await end(mesh, group_id, *GROUPS[group_id])
-    assert (await store.mesh.counts()).drops == {"filtered_all_right": 1}
-    assert await history(store) == {
-        "0": PromptRecord(groups=2, members=4, solved=3, reward_sum=1.0, token_sum=52, longest=30, train_step=0),
-        "1": PromptRecord(groups=1, members=2, solved=2, reward_sum=2.0, token_sum=17, longest=9, train_step=0),
-    }
 
 
 async def test_a_member_is_solved_by_its_outcome_and_without_one_by_its_reward(store: TrajectoryStore) -> None:

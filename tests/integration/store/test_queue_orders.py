@@ -27,14 +27,6 @@ async def lease(mesh: Mesh, limit: int = 64) -> list[str]:
     return [item.trajectory.trajectory_id for item in await mesh.store.trajectories.lease(mesh.session, limit)]
 
 
-async def test_groups_start_by_rank_within_a_block_and_blocks_in_admission_order(store: TrajectoryStore) -> None:
-    """Blocks of B = 3 groups; equal ranks stay in admission order."""
-    mesh = await Mesh.start(store, groups_per_batch=3)
-    await admit(mesh, [replace(group(i), start_rank=rank) for i, rank in enumerate([90, 20, 90, 127, 0, 64, 0])])
-    order = [i for i in await lease(mesh) if i.endswith(".0")]
-    assert order == ["e0-1.0", "e0-0.0", "e0-2.0", "e0-4.0", "e0-5.0", "e0-3.0", "e0-6.0"]
-
-
 async def test_a_replayed_dead_letter_takes_its_place_among_ranked_groups(store: TrajectoryStore) -> None:
     """In blocks of 4, with the rank of its first group: eleven groups are admitted before it."""
     mesh = await Mesh.start(store, groups_per_batch=4, max_attempts=1)
@@ -47,35 +39,6 @@ async def test_a_replayed_dead_letter_takes_its_place_among_ranked_groups(store:
     assert await store.leadership.admit_replays(mesh.leader, 1) == 1
     order = [i.removesuffix(".0") for i in await lease(mesh) if i.endswith(".0")]
     assert order == [*(f"e0-{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 10)), replay, "e0-9"]
-
-
-async def partials(mesh: Mesh) -> None:
-    """Groups 0 to 2 in blocks of 2; sibling 1 of groups 0 and 1 has ended after 20 and 9 tokens."""
-    await admit(mesh, [group(i) for i in range(3)])
-    await lease(mesh)
-    for trajectory_id, tokens in (("e0-0.1", 20), ("e0-1.1", 9)):
-        await mesh.finish(trajectory_id, 0, tokens)
-        await mesh.score(trajectory_id, 1.0)
-    for trajectory_id, tokens in (("e0-0.0", 3), ("e0-1.0", 8), ("e0-2.0", 30), ("e0-2.1", 70)):
-        await mesh.append(trajectory_id, 0, tokens)
-    await mesh.store.trajectories.release(mesh.session, ["e0-2.0", "e0-0.0", "e0-1.0", "e0-2.1"], ReleaseReason.DRAINED)
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        (ResumeOrder.ADMISSION, ["e0-0.0", "e0-1.0", "e0-2.0", "e0-2.1"]),
-        (ResumeOrder.MOST_TOKENS, ["e0-1.0", "e0-0.0", "e0-2.1", "e0-2.0"]),
-        (ResumeOrder.NEAREST_END, ["e0-1.0", "e0-0.0", "e0-2.0", "e0-2.1"]),
-    ],
-)
-async def test_partial_trajectories_continue_in_the_resume_order(
-    store: TrajectoryStore, order: ResumeOrder, expected: list[str]
-) -> None:
-    mesh = await Mesh.start(store, resume_order=order)
-    await partials(mesh)
-    await admit(mesh, [replace(group(3), start_rank=0)])
-    assert (await lease(mesh))[:4] == expected, "new trajectories come after all of them"
 
 
 async def test_a_trajectory_past_the_length_of_its_siblings_is_not_near_its_end(store: TrajectoryStore) -> None:

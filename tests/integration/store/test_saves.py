@@ -17,7 +17,7 @@ from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 from rollmesh.worker.saving import Saver
 from rollmesh.worker.worker_session import WorkerSession
 
-from .store_mesh import Forgetful, Mesh, environment_segment, group, policy, segment
+from .store_mesh import Forgetful, Mesh, environment_segment, group, segment
 from .stored_keys import read_truth
 
 
@@ -51,31 +51,6 @@ async def test_tokens_of_an_unannounced_version_leave_the_whole_call_without_eff
     with pytest.raises(Conflict, match="version 9"):
         await store.trajectories.append(mesh.session, items)
     assert (await read_truth(store)).members["e0-0.0"].tokens == 0
-
-
-async def test_a_group_keeps_the_smallest_train_step_of_its_tokens(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await store.policies.announce(mesh.trainer, policy(1))
-    await store.policies.announce(mesh.trainer, policy(2, train_step=1))
-    await store.policies.announce(mesh.trainer, policy(3, train_step=2))
-    await mesh.admit(2)
-    await store.trajectories.lease(mesh.session, 4)
-    await mesh.append("e0-1.0", 0, 2, version=3)
-    await mesh.append("e0-0.0", 0, 2, version=3)
-    await mesh.append("e0-0.1", 0, 2, version=2)
-    assert [(g.group_id, g.min_train_step) for g in (await store.mesh.view()).stalest_open][:2] == [
-        ("e0-0", 1),
-        ("e0-1", 2),
-    ]
-    # Environment tokens are not in the loss; a member that can only begin again takes its tokens with it.
-    await store.trajectories.append(
-        mesh.session, [Append(trajectory_id="e0-1.1", token_offset=0, segments=[environment_segment(3)])]
-    )
-    assert await store.trajectories.restart(mesh.session, ["e0-0.1"]) == [1]
-    assert [g.min_train_step for g in (await store.mesh.view()).stalest_open if g.min_train_step is not None] == [2, 2]
-    truth = await read_truth(store)
-    assert truth.problems == []
-    assert truth.members["e0-0.1"].tokens == 0
 
 
 async def test_large_segments_and_prompts_survive_outside_the_inline_limit(

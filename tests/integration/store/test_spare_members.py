@@ -6,41 +6,15 @@ import pytest
 
 from rollmesh.errors import SessionLost
 from rollmesh.mesh import Desired
-from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus
+from rollmesh.store import ReleaseReason, TrajectoryStore
 from rollmesh.types import ForkStatus
 
 from .store_mesh import Mesh, held
-from .stored_keys import read_truth
 
 
 async def train(mesh: Mesh) -> None:
     """Train batch 1, which has the group e0-0."""
     await mesh.train(1, ["e0-0"])
-
-
-async def test_the_last_needed_score_cuts_off_members_in_every_state(store: TrajectoryStore) -> None:
-    mesh = await Mesh.start(store)
-    await mesh.admit(1, needed=2, spare=4)
-    first, second, running, rested, finished = await store.trajectories.lease(mesh.session, 5)
-    names = [item.trajectory.trajectory_id for item in (running, rested, finished)]
-    await mesh.append(names[0], 0, 3)
-    await mesh.append(names[1], 0, 4)
-    await store.trajectories.release(mesh.session, [names[1]], ReleaseReason.PAUSED)
-    await mesh.finish(names[2], 0, 6)
-    await mesh.complete(first, 1.0)
-    assert (await store.mesh.view()).open_groups == 1
-    await mesh.complete(second, 0.0)
-    view = await store.mesh.view()
-    assert (view.ready_groups, view.leased, view.partial, view.pending, view.finished) == (1, 0, 0, 0, 0)
-    counts = await store.mesh.counts()
-    assert (counts.trajectories["surplus"], counts.totals["surplus_total"]) == (4, 4)
-    assert counts.dropped_tokens == {"surplus": 3 + 4 + 6}
-    assert (sum(counts.surplus_deciles.values()), counts.drop_deciles) == (4, {})
-    assert (await read_truth(store)).problems == []
-    assert await mesh.append(names[0], 3, 1) == WriteStatus.LOST
-    assert await mesh.finish(names[0], 3, 1) == WriteStatus.LOST
-    assert await mesh.score(names[2], 1.0) == WriteStatus.LOST
-    assert await store.trajectories.lease(mesh.session, 8) == []
 
 
 @pytest.mark.parametrize("returned", ["released", "registered again"])

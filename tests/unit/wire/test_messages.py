@@ -33,7 +33,7 @@ from rollmesh.types import (
 )
 from rollmesh.v1 import generation_service_pb2, reward_service_pb2, trajectory_pb2
 from rollmesh.wire import codec
-from rollmesh.wire.generation_messages import (
+from rollmesh.wire.generation_client import (
     ERROR_KEY,
     chunk_from_pb,
     chunk_to_pb,

@@ -58,8 +58,6 @@ def test_a_whole_number_that_no_float_holds_is_refused_as_a_reply() -> None:
 
 
 SCORED = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0)
-TIMED_OUT = RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="slow")
-BROKEN = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="broken")
 
 
 @pytest.mark.parametrize(
@@ -70,25 +68,3 @@ def test_long_answers_lose_up_to_one_over_the_last_tokens_of_the_budget(tokens, 
     assert result.shaped_reward == pytest.approx(reward)
     assert result.outcome.value == 1.0
     assert not result.assigned
-
-
-@pytest.mark.parametrize("outcome", [TIMED_OUT, BROKEN])
-@pytest.mark.parametrize("policy", ["unscorable", "retry"])
-def test_a_missing_value_stays_missing_and_is_never_a_silent_zero(outcome, policy):
-    result = shape(outcome, 10, RewardConfig(on_timeout=policy, on_error=policy, fixed_value=-3.0), budget=100)
-    assert result.outcome is outcome
-    assert not result.assigned
-
-
-def test_a_fixed_value_is_assigned_by_kind_and_the_kind_stays_visible():
-    config = RewardConfig(on_timeout="fixed", on_error="unscorable", fixed_value=-0.5)
-    late = shape(TIMED_OUT, 10, config, budget=100)
-    assert (late.assigned, late.shaped_reward, late.outcome.kind) == (True, -0.5, OutcomeKind.TIMED_OUT)
-    assert not shape(BROKEN, 10, config, budget=100).assigned
-
-
-@pytest.mark.parametrize("outcome", [TIMED_OUT, BROKEN])
-def test_a_dead_letter_has_no_value_either(outcome):
-    result = shape(outcome, 10, RewardConfig(on_timeout="dead_letter", on_error="dead_letter"), budget=100)
-    assert (result.dead, result.assigned, result.shaped_reward) == (True, False, 0.0)
-    assert not shape(SCORED, 10, RewardConfig(on_timeout="dead_letter", on_error="dead_letter"), budget=100).dead
