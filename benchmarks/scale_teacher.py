@@ -14,8 +14,7 @@ from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.service_host import service_host
 from rollmesh.teacher.teacher_engine import ScoreRequest, TokenScores
-from rollmesh.teacher.teacher_metrics import TeacherMetrics
-from rollmesh.teacher.teacher_service import ServedTeacher, TeacherService
+from rollmesh.teacher.teacher_service import ServedTeacher, TeacherMetrics, TeacherService
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 
 

@@ -17,7 +17,7 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.runtime.service_host import CertificateCollector
 from rollmesh.store.redis_connection import StoreCallObserver
-from rollmesh.teacher.teacher_metrics import TeacherMetrics
+from rollmesh.teacher.teacher_service import TeacherMetrics
 from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.worker.worker_metrics import WorkerMetrics
 

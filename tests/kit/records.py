@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.mesh import MeshView
+from rollmesh.store import StoreCounts
 from rollmesh.types import GeneratorRecord, Segment, SegmentSource
 
 
@@ -52,3 +53,10 @@ def policy_tokens(ids: Iterable[int], version: int = 0, **fields: Any) -> Segmen
 def environment_tokens(ids: Iterable[int], version: int = 0) -> Segment:
     """Tokens of the environment."""
     return policy_tokens(ids, version, behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
+
+
+def store_counts(**fields: Any) -> StoreCounts:
+    """The counts of an idle queue, but for these fields."""
+    numbers = ("scoring_queue", "sessions", "dead_letters", "used_memory_bytes", "max_memory_bytes")
+    totals = ("trajectories", "groups", "totals", "drops", "dropped_tokens", "drop_deciles")
+    return StoreCounts(**{**dict.fromkeys(numbers, 0), **{name: {} for name in totals}, **fields})

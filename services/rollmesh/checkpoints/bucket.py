@@ -91,7 +91,7 @@ class BucketStore(CheckpointStore):
     def _encode_delta(self, draft: PolicyDraft, folder: Path) -> WeightDelta | None:
         delta = self._deltas.encode(draft, folder)
         # A difference to what has vanished from the bucket reaches no new reader, until the next full version.
-        stored = delta is not None and is_stored(self.objects, delta.base.record, self.manifest)
+        stored = delta is not None and is_stored(self.objects, delta.base, self.manifest)
         return delta if stored else None
 
     def _share_policy(self, record: PolicyRecord) -> None:

@@ -19,23 +19,14 @@ MOST_BYTES = 64 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectPart:
-    """A range of an object with its recorded digest."""
-
-    key: str
-    start: int = 0
-    size_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCopy:
     """The objects of one policy, trainer state or batch file."""
 
     name: str
     marker: str
     """Key that is written last and deleted first."""
-    parts: tuple[ObjectPart, ...]
+    parts: list[tuple[str, int, int, str]]
+    """Key, first byte and length of a range of an object, and its recorded digest."""
 
 
 def check_copies(objects: ObjectStore, copies: Iterable[StoredCopy]) -> CopyCheck:
@@ -44,12 +35,12 @@ def check_copies(objects: ObjectStore, copies: Iterable[StoredCopy]) -> CopyChec
     skipped: list[str] = []
     damaged: dict[str, str] = {}
     for copy in copies:
-        size = sum(part.size_bytes for part in copy.parts)
+        size = sum(length for _, _, length, _ in copy.parts)
         if total + size > MOST_BYTES:
             skipped.append(copy.name)
             continue
-        found = objects.sha256_all([(part.key, part.start, part.start + part.size_bytes) for part in copy.parts])
-        wrong = [part.key for part, digest in zip(copy.parts, found, strict=True) if digest != part.sha256]
+        found = objects.sha256_all([(key, start, start + length) for key, start, length, _ in copy.parts])
+        wrong = [key for (key, _, _, wanted), digest in zip(copy.parts, found, strict=True) if digest != wanted]
         if wrong and not objects.sizes(copy.marker):
             continue
         compared, total = compared + 1, total + size
@@ -77,13 +68,8 @@ def stored_copies(store: CheckpointStore, manifest_of: Callable[[PolicyRecord], 
     for train_step in reversed(store.batch_steps()):
         with _unless_unreachable():  # a reader of the file reports a damaged footer
             footer, key = store.batch_footer(train_step), batch_key(train_step)
-            part = ObjectPart(
-                key=key,
-                start=batches.PAYLOAD_START,
-                size_bytes=footer.payload_bytes,
-                sha256=footer.payload_sha256,
-            )
-            yield StoredCopy(name=key, marker=key, parts=(part,))
+            part = (key, batches.PAYLOAD_START, footer.payload_bytes, footer.payload_sha256)
+            yield StoredCopy(name=key, marker=key, parts=[part])
 
 
 def policy_copy(path: str, manifest: Manifest) -> StoredCopy:
@@ -102,5 +88,5 @@ def _unless_unreachable() -> Iterator[None]:
 
 
 def _copy(path: str, marker: str, files: Iterable[ManifestFile]) -> StoredCopy:
-    parts = [ObjectPart(key=f"{path}/{f.path}", size_bytes=f.size_bytes, sha256=f.sha256) for f in files]
-    return StoredCopy(name=path, marker=f"{path}/{marker}", parts=tuple(parts))
+    parts = [(f"{path}/{f.path}", 0, f.size_bytes, f.sha256) for f in files]
+    return StoredCopy(name=path, marker=f"{path}/{marker}", parts=parts)

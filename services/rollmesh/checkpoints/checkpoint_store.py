@@ -25,7 +25,7 @@ from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, ReplayDraw, StepSettings, StoredBatch, training_batch
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
 from rollmesh.checkpoints.durable import make_folder, remove_tree, session_folders
-from rollmesh.checkpoints.manifest import MANIFEST_FILE, BaseReference, CanarySequence, Manifest, WeightDelta
+from rollmesh.checkpoints.manifest import MANIFEST_FILE, CanarySequence, Manifest, WeightDelta
 from rollmesh.checkpoints.policies import (
     BasePolicy,
     FetchedPolicy,
@@ -73,7 +73,7 @@ class CheckpointStore:
                 raise
         self.root = root.resolve()
         self._secret = secret
-        self._base: tuple[BaseReference, VerifiedPolicy] | None = None
+        self._base: tuple[PolicyRecord, VerifiedPolicy] | None = None
 
     def at(self, root: Path) -> CheckpointStore:
         """Return a store with the same secret in another folder."""
@@ -129,7 +129,7 @@ class CheckpointStore:
         if (base := policy.manifest.base) is None:
             return policy
         if self._base is None or self._base[0] != base or not self._base[1].folder.is_dir():
-            self._base = base, self._verified(base.record)
+            self._base = base, self._verified(base)
         return replace(policy, base=self._base[1])
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:

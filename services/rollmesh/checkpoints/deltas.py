@@ -16,7 +16,6 @@ from rollmesh.checkpoints.durable import confined, make_folder, regular_files, r
 from rollmesh.checkpoints.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
-    BaseReference,
     Manifest,
     ManifestFile,
     WeightDelta,
@@ -58,7 +57,7 @@ class DeltaUploads:
             files.append(file)
         if sum(f.size_bytes for f in files) > LARGEST_SHARE * sum(before[name].size_bytes for name in weights):
             return None
-        return WeightDelta(base=BaseReference.of(record), files=files)
+        return WeightDelta(base=record, files=files)
 
     def _encoded(self, base: Path, before: ManifestFile | None, new: Path) -> ManifestFile | None:
         """Write one delta; return None if the base has no such file, is evicted, or is damaged here."""
@@ -68,12 +67,12 @@ class DeltaUploads:
         target = confined(self._root / FOLDER, name)
         make_folder(target.parent)
         try:
-            written = write_delta(base / before.path, new, target)
+            sha256, base_sha256 = write_delta(base / before.path, new, target)
         except FileNotFoundError:  # the base was evicted meanwhile
             return None
-        if written.base_sha256 != before.sha256:
+        if base_sha256 != before.sha256:
             return None
-        return ManifestFile(path=name, size_bytes=target.stat().st_size, sha256=written.sha256)
+        return ManifestFile(path=name, size_bytes=target.stat().st_size, sha256=sha256)
 
     def sources(self, folder: Path, manifest: Manifest) -> list[tuple[Path, str]]:
         """Return the files that the bucket gets of a policy folder, with their names there."""
@@ -112,9 +111,9 @@ def chain_of(
                 f"policy_version {version}: its delta is to policy_version {base.policy_version}, which is not older",
                 reason=Reason.TAMPERED,
             )
-        if (folder := cached(base.record)) is not None:
+        if (folder := cached(base)) is not None:
             return links[::-1], folder
-        links.append(Link(path=base.path, manifest=manifest_of(base.record)))
+        links.append(Link(path=base.path, manifest=manifest_of(base)))
     return links[::-1], None
 
 
@@ -203,16 +202,11 @@ _LEVEL = 1
 """Level of zstd; higher ones gain little on zeros."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenDelta:
-    """Digests of a delta and of the file that it was made from, sha256 (hex)."""
+def write_delta(base: Path, new: Path, delta: Path) -> tuple[str, str]:
+    """Write the compressed XOR of two files of the same size; return the sha256 (hex) of delta and base.
 
-    sha256: str
-    base_sha256: str
-
-
-def write_delta(base: Path, new: Path, delta: Path) -> WrittenDelta:
-    """Write the compressed XOR of two files of the same size. Raises ValueError if the sizes differ."""
+    Raises ValueError if the sizes differ.
+    """
     digest, base_digest = hashlib.sha256(), hashlib.sha256()
     compress = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compressobj()
     with base.open("rb") as before, new.open("rb") as after, delta.open("wb") as file:
@@ -225,7 +219,7 @@ def write_delta(base: Path, new: Path, delta: Path) -> WrittenDelta:
         end = compress.flush()
         digest.update(end)
         file.write(end)
-    return WrittenDelta(sha256=digest.hexdigest(), base_sha256=base_digest.hexdigest())
+    return digest.hexdigest(), base_digest.hexdigest()
 
 
 def apply_delta(base: Path, delta: Path, target: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,50 +29,23 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 _MAX_HEADER_BYTES = 100 << 20
+_OF_BASE = ("architecture", "tokenizer_sha256", "chat_template_sha256")
 _POINTER = b"version https://git-lfs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderDescription:
-    """Properties of a Hugging Face folder that its manifest contains."""
+def describe_folder(folder: Path, base: Manifest | None = None) -> dict[str, Any]:
+    """Return the fields of a manifest that describe a Hugging Face folder, or a PEFT folder above a ``base``.
 
-    architecture: ModelShape
-    dtype: str
-    parameter_count: int
-    tokenizer_sha256: str
-    chat_template_sha256: str
-
-
-def describe_folder(folder: Path) -> FolderDescription:
-    """Read config.json, the safetensors headers and the tokenizer files of ``folder``.
-
-    Raises CheckpointError with the name of a missing or malformed file.
+    An adapter has weights of its own, and the architecture and the tokenizer of its base. Raises CheckpointError with
+    the name of a missing or malformed file.
     """
+    config = read_json(folder / ("config.json" if base is None else ADAPTER_CONFIG_FILE))
     dtype, parameter_count = _weights(folder)
-    template = _chat_template(folder)
-    return FolderDescription(
-        architecture=architecture_of(read_json(folder / "config.json"), str(folder)),
-        dtype=dtype,
-        parameter_count=parameter_count,
-        tokenizer_sha256=_tokenizer_digest(folder),
-        chat_template_sha256=hashlib.sha256(template.encode()).hexdigest(),
-    )
-
-
-def describe_adapter(folder: Path, base: Manifest) -> FolderDescription:
-    """Describe a PEFT folder: its own weights, with the architecture and the tokenizer of its base.
-
-    Raises CheckpointError with the name of a missing or malformed file.
-    """
-    read_json(folder / ADAPTER_CONFIG_FILE)
-    dtype, parameter_count = _weights(folder)
-    return FolderDescription(
-        architecture=base.architecture,
-        dtype=dtype,
-        parameter_count=parameter_count,
-        tokenizer_sha256=base.tokenizer_sha256,
-        chat_template_sha256=base.chat_template_sha256,
-    )
+    fields: dict[str, Any] = {"dtype": dtype, "parameter_count": parameter_count}
+    if base is not None:
+        return fields | {name: getattr(base, name) for name in _OF_BASE}
+    architecture, template = architecture_of(config, str(folder)), hashlib.sha256(_chat_template(folder).encode())
+    return fields | dict(zip(_OF_BASE, (architecture, _tokenizer_digest(folder), template.hexdigest()), strict=True))
 
 
 def architecture_of(config: Mapping[str, Any], origin: str) -> ModelShape:

@@ -61,43 +61,10 @@ class ModelShape(_Closed):
     """True if the output layer shares the embedding."""
 
 
-class BaseReference(_Closed):
-    """Another policy that this one is applied to, as it was announced."""
-
-    policy_version: int = Field(ge=0)
-    """Its version."""
-    train_step: int = Field(ge=0)
-    """Its train step."""
-    path: str
-    """Path of its folder, relative to the store."""
-    manifest_sha256: Digest
-    """Digest of its manifest, which has the digest of every file."""
-
-    @classmethod
-    def of(cls, record: PolicyRecord) -> Self:
-        """Return the reference to an announced policy."""
-        return cls(
-            policy_version=record.policy_version,
-            train_step=record.train_step,
-            path=record.path,
-            manifest_sha256=record.manifest_digest,
-        )
-
-    @property
-    def record(self) -> PolicyRecord:
-        """Announcement of the policy."""
-        return PolicyRecord(
-            policy_version=self.policy_version,
-            train_step=self.train_step,
-            path=self.path,
-            manifest_digest=self.manifest_sha256,
-        )
-
-
 class WeightDelta(_Closed):
     """Weights that a bucket stores as their difference to another policy version."""
 
-    base: BaseReference
+    base: PolicyRecord
     """Version that the deltas are applied to."""
     files: list[ManifestFile] = Field(min_length=1)
     """Deltas; each stands for the weight file of its name without ``.delta``."""
@@ -131,7 +98,7 @@ class Manifest(_Closed):
     """Policy version that the weights were trained from; null for the initial policy."""
     kind: Literal["full", "adapter"] = "full"
     """Full weights, or a PEFT folder that readers apply above ``base``."""
-    base: BaseReference | None = None
+    base: PolicyRecord | None = None
     """Full weights that an adapter was trained above; a manifest of full weights does not contain the field."""
     delta: WeightDelta | None = None
     """Deltas that a bucket has in place of weight files; ``files`` describes the result. Only where there are some."""

@@ -7,11 +7,11 @@ import hashlib
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rollmesh.checkpoints.describe import describe_adapter, describe_folder
+from rollmesh.checkpoints.describe import describe_folder
 from rollmesh.checkpoints.durable import (
     confined,
     is_folder_name,
@@ -27,7 +27,6 @@ from rollmesh.checkpoints.durable import (
 from rollmesh.checkpoints.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
-    BaseReference,
     CanarySequence,
     Manifest,
     WeightDelta,
@@ -261,16 +260,15 @@ def _read_manifest(folder: Path) -> bytes:
 def _manifest(
     folder: Path, digests: Mapping[str, str], draft: PolicyDraft, canary: Sequence[CanarySequence]
 ) -> Manifest:
-    described = describe_folder(folder) if draft.base is None else describe_adapter(folder, draft.base.manifest)
     return Manifest(
         kind="full" if draft.base is None else "adapter",
-        base=None if draft.base is None else BaseReference.of(draft.base.record),
+        base=None if draft.base is None else draft.base.record,
         policy_version=draft.policy_version,
         train_step=draft.train_step,
         parent=draft.parent,
         session=draft.session,
         files=manifest_files(folder, digests),
-        **asdict(described),
+        **describe_folder(folder, None if draft.base is None else draft.base.manifest),
         canary=list(canary),
         create_time=datetime.now(UTC),
     )

@@ -16,6 +16,10 @@ from rollmesh.config.section import Section
 class PlannerOptions(Section):
     """Options of a planner of one round with ``schedule.group_size`` members."""
 
+    def needed(self, group_size: int) -> int:
+        """Return the number of scored members that complete a group of one round."""
+        return self.launched(group_size)
+
     def launched(self, group_size: int) -> int:
         """Return the most members that the planner launches in a group."""
         return group_size
@@ -50,7 +54,6 @@ class QuorumOptions(PlannerOptions):
     """Share of schedule.group_size, rounded up, that completes a group."""
 
     def needed(self, group_size: int) -> int:
-        """Return the number of scored members that complete a group."""
         # 0.95 * 20 is a little above 19 in floating point.
         return math.ceil(self.share * group_size - 1e-9)
 
@@ -90,9 +93,12 @@ PLANNERS = Point(
     module="rollmesh.curriculum.planners",
     own=PlannerMethod("your code", adaptive=True),
     methods={
-        "single": PlannerMethod("one round of schedule.group_size rollouts and schedule.spare_members"),
+        "single": PlannerMethod(
+            "one round of schedule.group_size rollouts and schedule.spare_members", function="OneRoundPlanner"
+        ),
         "dars": PlannerMethod(
             "DARS (code)",
+            function="DarsPlanner",
             options=DarsOptions,
             adaptive=True,
             deviation="a right answer is one with a positive outcome; its advantage is dr_grpo; exact quotients, "
@@ -101,12 +107,14 @@ PLANNERS = Point(
         ),
         "quorum": PlannerMethod(
             "BroRL (descriptions)",
+            function="OneRoundPlanner",
             options=QuorumOptions,
             deviation="the source gives 512 rollouts and no quorum; set schedule.group_size=512",
             example={"curriculum.planner_options": {"share": 0.8}},
         ),
         "spare": PlannerMethod(
             "MC-GRPO (code): n + 1, with its advantage; Shuffle-R1 (fork): 2 n, with the advantage pairs",
+            function="OneRoundPlanner",
             options=SpareOptions,
         ),
     },

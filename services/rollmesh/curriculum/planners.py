@@ -1,14 +1,17 @@
-"""Planners: how many rollouts a group gets, in which rounds."""
+"""Planners: how many rollouts a group gets, in which rounds; and the decision of the leader at the end of a round."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
+from rollmesh.config import RunConfig
 from rollmesh.config.methods import is_own
-from rollmesh.config.round_methods import PLANNERS, DarsOptions, PlannerOptions, QuorumOptions, SpareOptions
+from rollmesh.config.round_methods import PLANNERS, DarsOptions, PlannerOptions
+from rollmesh.curriculum.shapers import Closing, GroupShaper, load_shaper
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
@@ -48,9 +51,10 @@ def load_planner(name: str, options: Mapping[str, Any]) -> RolloutPlanner:
     field_name = PLANNERS.field
     complete = PLANNERS.complete_options(name, options)
     make = load_target(PLANNERS.target(name), field_name)
-    built: RolloutPlanner = call_target(make, name, field_name, complete, f"{field_name}_options")
     if not is_own(name):
-        return built
+        known: RolloutPlanner = make(PLANNERS[name].options(**complete))
+        return known
+    built: RolloutPlanner = call_target(make, name, field_name, complete, f"{field_name}_options")
     for method, inputs in (("first", ("seen", "group_size")), ("next", ("group",))):
         try:
             inspect.signature(getattr(built, method)).bind(*inputs)
@@ -88,48 +92,29 @@ class OwnPlanner:
         return found
 
 
-def single() -> RolloutPlanner:
-    """Plan one round of the group's size."""
-    return OneRoundPlanner(PlannerOptions())
-
-
-def quorum(*, share: float) -> RolloutPlanner:
-    """Plan one round of the group's size, which the share ``share`` of its members completes."""
-    return OneRoundPlanner(QuorumOptions(share=share))
-
-
-def spare(*, factor: int, extra: int) -> RolloutPlanner:
-    """Plan one round of ``factor`` times the group's size, and ``extra`` members beyond."""
-    return OneRoundPlanner(SpareOptions(factor=factor, extra=extra))
-
-
 @dataclass(frozen=True, slots=True)
 class OneRoundPlanner:
-    """One round for every group."""
+    """One round of the group's size, which all members complete, or with quorum the share ``share`` of them.
+
+    With spare it has ``factor`` times as many members, and ``extra`` beyond.
+    """
 
     options: PlannerOptions
 
     def first(self, seen: PromptRecord | None, group_size: int) -> Round:
-        launched = self.options.launched(group_size)
-        needed = self.options.needed(group_size) if isinstance(self.options, QuorumOptions) else launched
-        return Round(needed=needed, launched=launched)
+        return Round(needed=self.options.needed(group_size), launched=self.options.launched(group_size))
 
     def next(self, group: GroupOutcome) -> Round | None:
         return None
 
 
-def dars(*, rule: Literal["et", "hw"], most_members: int | None) -> RolloutPlanner:
-    """Plan a round of the group's size n, and with a share p < 1/2 of right answers a second one.
+@dataclass(frozen=True, slots=True)
+class DarsPlanner:
+    """A round of the group's size n, and with a share p < 1/2 of right answers a second one.
 
     It has ``ceil(n (1 / (4 p (1 - p)) - 1))`` members with rule et and ``ceil(n (1 / (2 p) - 1))`` with hw, up to
     ``most_members`` in all; ``p = 0.5 / n`` without a right answer.
     """
-    return DarsPlanner(DarsOptions(rule=rule, most_members=most_members))
-
-
-@dataclass(frozen=True, slots=True)
-class DarsPlanner:
-    """A first round of the group size, and a second one for groups with less than half of the answers right."""
 
     options: DarsOptions
 
@@ -149,7 +134,7 @@ class DarsPlanner:
 
 
 def more_members(count: int, solved: int, rule: str) -> int:
-    """Return the members of a second round after ``solved`` of ``count`` answers were right, as ``dars`` says.
+    """Return the members of a second round after ``solved`` of ``count`` answers were right (``DarsPlanner``).
 
     In integers, so that rounding cannot add a member.
     """
@@ -160,3 +145,96 @@ def more_members(count: int, solved: int, rule: str) -> int:
     if rule == "hw":
         return -(-count * missing // twice)
     return -(-count * missing * missing // (twice * (2 * count - twice)))
+
+
+Records = Mapping[str, PromptRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundDecision:
+    """Next round of a group, or its end: exactly one of both is set."""
+
+    extension: Round | None = None
+    closing: Closing | None = None
+    is_bounded: bool = False
+    """True if the planner wanted more members than the group may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRules:
+    """Planner and group shaper of a run; their results are checked, and errors of a user's code are DataErrors."""
+
+    planner: RolloutPlanner | None
+    """None for one round of all members."""
+    shaper: GroupShaper
+    planner_name: str
+    group_size: int
+    spare_members: int
+    most_members: int
+    """Members of a group at which it is closed, whatever its planner wants."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig, *, group_size: int, spare_members: int) -> Self | None:
+        """Return the rules of a run; None if its groups end without a decision of the leader.
+
+        Raises ConfigError for a user's code that cannot be loaded or called.
+        """
+        section = config.curriculum
+        is_single = section.planner == "single"
+        if is_single and section.group_shaper == "none":
+            return None
+        return cls(
+            planner=None if is_single else load_planner(section.planner, section.planner_options),
+            shaper=load_shaper(section.group_shaper, section.group_shaper_options),
+            planner_name=section.planner,
+            group_size=group_size,
+            spare_members=spare_members,
+            most_members=section.largest_group(group_size),
+        )
+
+    def first(self, seen: PromptRecord | None) -> Round:
+        """Return the first round of a group. Raises DataError, which names the planner, for a round that cannot be."""
+        if self.planner is None:
+            return Round(needed=self.group_size, launched=self.group_size + self.spare_members)
+        found = self.planner.first(seen, self.group_size)
+        # Advantages within a group need two scores; a group of one is compared with its batch.
+        least = min(2, self.group_size)
+        if not least <= found.needed <= found.launched <= self.most_members:
+            raise DataError(
+                f"curriculum.planner={self.planner_name}: its first round is needed={found.needed}, launched="
+                f"{found.launched}; expected {least} <= needed <= launched <= {self.most_members} "
+                "(curriculum.most_members)"
+            )
+        return found
+
+    def decide(self, group: GroupOutcome, records: Records) -> RoundDecision:
+        """Return the next round of a group, or its end. Raises DataError, which names the planner or the shaper.
+
+        A round that would exceed the most members of a group is cut down to them; with no member left, the group ends.
+        """
+        wanted = None if self.planner is None else self.planner.next(group)
+        if wanted is None:
+            return RoundDecision(closing=self.shaper(group, records))
+        scored, room = len(group.members), self.most_members - group.launched
+        if wanted.launched < 1 or wanted.needed <= scored:
+            raise DataError(
+                f"curriculum.planner={self.planner_name}: after round {group.round} of group {group.group_id} it asked "
+                f"for needed={wanted.needed}, launched={wanted.launched}; expected needed above the {scored} scored "
+                "members and launched of at least 1, or None to close the group"
+            )
+        if room < 1:
+            return RoundDecision(closing=self.shaper(group, records), is_bounded=True)
+        launched = min(room, wanted.launched)
+        # Members that never got a score may leave fewer than the planner counted on.
+        needed = min(wanted.needed, scored + launched)
+        extension = replace(wanted, needed=needed, launched=launched)
+        return RoundDecision(extension=extension, is_bounded=launched < wanted.launched)
+
+    def encode_plan(self, planned: Round) -> str:
+        """Encode the plan of a round as JSON; raises DataError, which names the planner, for values that JSON lacks."""
+        try:
+            return json.dumps(dict(planned.plan), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"curriculum.planner={self.planner_name}: the plan {planned.plan!r} of a round is not JSON: {error}"
+            ) from error

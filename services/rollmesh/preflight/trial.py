@@ -25,8 +25,8 @@ from rollmesh.config.data import PythonSource
 from rollmesh.config.load import inherited_environment, secret_environment
 from rollmesh.config.methods import is_own
 from rollmesh.curriculum.budgets import load_budget
+from rollmesh.curriculum.planners import RoundRules
 from rollmesh.curriculum.prompt_tables import Draw, HistoryTable, prompt_table
-from rollmesh.curriculum.round_rules import RoundRules
 from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.errors import ConfigError, DataError, RollmeshError, VerifierError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome

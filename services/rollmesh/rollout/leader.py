@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import RoundRules
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired, MeshView, WasteReason
 from rollmesh.rollout.leader_parts import (

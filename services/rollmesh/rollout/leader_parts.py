@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rollmesh.config.rollout import EvalConfig
-from rollmesh.curriculum.round_rules import RoundDecision, RoundRules
+from rollmesh.curriculum.planners import RoundDecision, RoundRules
 from rollmesh.errors import Conflict, PoliciesRefused
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.mesh import EngineLoad, MeshView

@@ -9,7 +9,7 @@ from typing import cast
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import RoundRules
 from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.leader_parts import PeriodicEvaluations, RefusedPolicies

@@ -22,11 +22,9 @@ from rollmesh.config.load import write_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.sft_config import SFT_FILE, SftConfig
 from rollmesh.errors import CheckpointError, ConfigError, Reason, TrainingDiverged
-from rollmesh.sft.progress_line import ProgressLine
-from rollmesh.sft.row_batches import EpochOrder, rows_digest
-from rollmesh.sft.sft_trainer import SftStep, SftTrainer
+from rollmesh.sft.sft_trainer import ProgressLine, SftStep, SftTrainer
 from rollmesh.sft.trained_model import write_trained_model
-from rollmesh.sft.training_rows import SftRow, read_rows
+from rollmesh.sft.training_rows import EpochOrder, SftRow, read_rows, rows_digest
 from rollmesh.text import Tokenizer
 from rollmesh.trainer.learner.distributed import (
     World,

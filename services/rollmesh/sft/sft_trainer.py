@@ -1,18 +1,18 @@
-"""The train step of supervised fine-tuning: mean cross-entropy of the target tokens of a batch."""
+"""The train step of supervised fine-tuning, cross-entropy of the target tokens of a batch, and its line of progress."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollmesh.config.sft_config import SftTrainerConfig
-from rollmesh.sft.row_batches import token_batch
-from rollmesh.sft.training_rows import SftRow
+from rollmesh.sft.training_rows import SftRow, token_batch
 from rollmesh.trainer.learner.forward_backward import gradient_pass, score_batch
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.policy_learner import PolicyLearner
@@ -96,3 +96,37 @@ class SftTrainer:
             total -= float(score_batch(self.learner.model, self.learner.compute, batch, every).sum())
             count += int(batch.policy_mask.sum())
         return total / count
+
+
+_LOG_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class ProgressLine:
+    """Lines of one process; silent without a stream."""
+
+    _stream: TextIO | None
+    _open: bool = field(default=False, init=False)
+    _written: float = field(default=-_LOG_SECONDS, init=False)
+
+    def note(self, text: str) -> None:
+        """Write a line that stays."""
+        if self._stream is not None:
+            print("\n" * self._open + text, file=self._stream, flush=True)
+        self._open = False
+
+    def step(self, done: SftStep, train_steps: int) -> None:
+        """Show a train step: in place on a terminal, else the first, the last, and one every few seconds."""
+        if self._stream is None:
+            return
+        speed = done.forward_tokens / done.seconds
+        text = (
+            f"step {done.train_step}/{train_steps}  loss {done.loss:.4f}  rate {done.learning_rate:.2e}  "
+            f"gradient {done.grad_norm:.3f}  {speed:,.0f} tokens/s"
+        )
+        if self._stream.isatty():
+            print(f"\r\x1b[K{text}", end="", file=self._stream, flush=True)
+            self._open = True
+        elif done.train_step == train_steps or time.monotonic() - self._written >= _LOG_SECONDS:
+            self._written = time.monotonic()
+            self.note(text)

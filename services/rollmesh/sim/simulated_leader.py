@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import RoundRules
 from rollmesh.errors import ConfigError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.mesh import EngineLoad, MeshView

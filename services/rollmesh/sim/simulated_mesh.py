@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import RoundRules
 from rollmesh.curriculum.samplers import PromptSampler
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits

@@ -12,7 +12,7 @@ from rollmesh.config.data import MixtureSource
 from rollmesh.config.loss_methods import MASKS
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.section import Section
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import RoundRules
 from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.errors import ConfigError
 from rollmesh.report.recorded_run import RecordedRun

@@ -16,9 +16,8 @@ from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.lifecycle import Shutdown, many_imports, wait_or_shutdown
 from rollmesh.runtime.service_host import service_host
 from rollmesh.teacher.teacher_engine import ScoreRequest, TeacherEngine, check_scores
-from rollmesh.teacher.teacher_metrics import TeacherMetrics
 from rollmesh.teacher.teacher_model import TeacherModel, keep_digest, manifest_digest, read_teacher_model, teacher_of
-from rollmesh.teacher.teacher_service import SERVICE_NAME, ServedTeacher, TeacherService
+from rollmesh.teacher.teacher_service import SERVICE_NAME, ServedTeacher, TeacherMetrics, TeacherService
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ GPU there is nothing to choose, and no line.
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import sys
@@ -28,9 +27,10 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.runtime.lifecycle import die_with_parent
+from rollmesh.trainer.learner.algorithm_trial import trial_batch
 from rollmesh.trainer.learner.distributed import World, leave_world, pick_device
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import Batch, FinishReason, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
+from rollmesh.types import Batch
 
 _MOST_PROCESSES = 8
 _STEPS = 4
@@ -59,33 +59,7 @@ def random_batch(config: RunConfig, cores: int) -> Batch:
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     tokens = max(_MEMBERS, min(tokens, int(_WORK / weights)))
     length = min(_LONGEST, config.rollout.max_new_tokens, tokens // _MEMBERS)
-    rng = np.random.default_rng(0)
-    prompt = Prompt(prompt_id="0", token_ids=rng.integers(0, vocabulary, 8).astype(np.int32), verifier="exact")
-
-    def member(group: int, index: int) -> Trajectory:
-        segment = Segment(
-            token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
-            behavior_logprobs=np.full(length, -math.log(vocabulary), np.float32),
-            policy_version=0,
-            kv_min_version=0,
-        )
-        reward = float(index % 2)
-        return Trajectory(
-            trajectory_id=f"{group}.{index}",
-            group_id=str(group),
-            member_index=index,
-            prompt=prompt,
-            segments=(segment,),
-            finish_reason=FinishReason.STOP,
-            outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=reward),
-            shaped_reward=reward,
-        )
-
-    groups = (
-        Group(group_id=str(at), admission_index=at, trajectories=tuple(member(at, index) for index in range(_MEMBERS)))
-        for at in range(tokens // (_MEMBERS * length))
-    )
-    return Batch(train_step=1, groups=tuple(groups))
+    return trial_batch(tokens // (_MEMBERS * length), _MEMBERS, np.random.default_rng(0), lambda _: length, vocabulary)
 
 
 def _rank(

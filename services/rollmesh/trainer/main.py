@@ -185,7 +185,7 @@ async def _take_over(rank: LeadingRank) -> LeadingRank:
     await retry.run("begin_session", partial(session.begin, ranks.trainer.train_step))
     await rank.retried("check_reference", partial(check_reference, config.trainer.algorithm, ranks.catalog))
     if ranks.trainer.adapter is not None:
-        await asyncio.to_thread(check_published, ranks.trainer.adapter, ranks.catalog)
+        await asyncio.to_thread(check_published, ranks.trainer, ranks.catalog)
     get_logger("trainer").info(
         "trainer_takes_over",
         train_step=ranks.trainer.train_step,

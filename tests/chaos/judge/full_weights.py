@@ -26,7 +26,7 @@ def write_full_weights(root: Path) -> None:
         if delta is None:
             continue
         base = root / delta["base"]["path"]
-        if _sha256(base / "manifest.json") != delta["base"]["manifest_sha256"]:
+        if _sha256(base / "manifest.json") != delta["base"]["manifest_digest"]:
             continue
         for file in delta["files"]:
             name = file["path"].removesuffix(_SUFFIX)

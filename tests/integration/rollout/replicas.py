@@ -11,7 +11,7 @@ from types import MappingProxyType
 from rollmesh.config import RunConfig
 from rollmesh.config.rollout import EvalConfig, RewardConfig
 from rollmesh.curriculum.budgets import Budget
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import RoundRules
 from rollmesh.mesh import RunLimits
 from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.leader_parts import PeriodicEvaluations

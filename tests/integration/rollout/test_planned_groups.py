@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollmesh.curriculum.planners import OwnPlanner, Round
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import OwnPlanner, Round, RoundRules
 from rollmesh.curriculum.shapers import Closing
 from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord

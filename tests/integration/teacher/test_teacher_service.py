@@ -26,9 +26,8 @@ from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.teacher.main import serve
 from rollmesh.teacher.teacher_engine import ScoreRequest, TokenScores
-from rollmesh.teacher.teacher_metrics import TeacherMetrics
 from rollmesh.teacher.teacher_model import manifest_digest
-from rollmesh.teacher.teacher_service import ServedTeacher, TeacherService
+from rollmesh.teacher.teacher_service import ServedTeacher, TeacherMetrics, TeacherService
 from rollmesh.text import Tokenizer
 from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs

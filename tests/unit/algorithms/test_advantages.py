@@ -15,7 +15,6 @@ import torch
 from rollmesh.algorithms.advantages import (
     TrajectoryColumns,
     dr_grpo,
-    drpo,
     filtered_bc,
     grpo,
     in_kept_pairs,
@@ -23,8 +22,6 @@ from rollmesh.algorithms.advantages import (
     length_weights,
     mc_grpo,
     novelty_bonus,
-    reinforce_pp,
-    tba,
 )
 from rollmesh.config.advantage_methods import ADVANTAGES
 
@@ -230,9 +227,6 @@ def by_hand(name: str, data: TrajectoryColumns) -> tuple[list[float], dict[str, 
     return [values[i] for i in range(len(data.rewards))], options
 
 
-CENTRED = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "grpo_lambda", "tba")
-
-
 @pytest.mark.parametrize("name", sorted(ADVANTAGES.methods))
 def test_an_advantage_equals_its_formula_on_ragged_groups_in_any_order(name: str) -> None:
     for seed in range(60):
@@ -245,32 +239,6 @@ def test_an_advantage_equals_its_formula_on_ragged_groups_in_any_order(name: str
 
 def test_every_advantage_has_a_formula_to_be_compared_with() -> None:
     assert {*OF_GROUPS, *OF_BATCHES} == set(ADVANTAGES.methods)
-
-
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES.methods) - {"filtered_bc", "grpo_lambda", "reinforce_pp"}))
-def test_equal_rewards_and_lonely_trajectories_have_no_advantage(name: str) -> None:
-    data = columns([1.0, 1.0, 1.0, 5.0], [0, 0, 0, 1])
-    assert (ADVANTAGES.bind(name, OF_GROUPS[name][1])(data) == 0).all()
-
-
-def test_a_batch_of_equal_rewards_has_no_advantage() -> None:
-    assert reinforce_pp(columns([0.1] * 7, range(7))).abs().max() < 1e-9
-    assert reinforce_pp(columns([0.1])).tolist() == [0.0]
-
-
-@pytest.mark.parametrize("name", CENTRED)
-def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
-    data = columns([0.0, 1.0, 1.0, 0.25, 0.75], lengths=[3, 9, 4, 2, 7], policy=[-3.0, -1.0, -2.0, -5.0, -4.0])
-    options = (OF_GROUPS | OF_BATCHES)[name][1]
-    assert abs(float(ADVANTAGES.bind(name, options)(data).sum())) < 1e-9
-
-
-def test_grpo_without_a_norm_is_dr_grpo() -> None:
-    for seed in range(10):
-        data = random_columns(seed, graded=True)
-        centred = dr_grpo(data)
-        assert torch.equal(grpo(data, norm="none"), centred)
-        assert torch.equal(grpo(data, norm="group_std"), grpo(data))
 
 
 def test_mc_grpo_gives_the_known_answers_and_clips_unless_told_otherwise() -> None:
@@ -298,17 +266,6 @@ def test_drpo_length_weights_are_the_known_answer() -> None:
     assert weights.tolist() == pytest.approx([0.976871, 0.022974, 0.000155], abs=5e-7)
 
 
-def test_drpo_is_the_gradient_of_its_objective() -> None:
-    data = columns([1.0, 1.0, 0.0, 0.0], lengths=[10, 20, 15, 5], policy=[-4.0, -30.0, -20.0, -1.0])
-    assert data.policy_logprob_sums is not None
-    means = (data.policy_logprob_sums / data.lengths).requires_grad_()
-    weights = length_weights(data.lengths[:2], longest_tokens=40, length_scale=0.5)
-    objective = (weights * means[:2]).sum() - 3 * (means[2:] / 3).exp().mean().log()
-    (gradient,) = torch.autograd.grad(objective, means)
-    got = drpo(data, longest_tokens=40, length_scale=0.5, tau=3.0)
-    torch.testing.assert_close(got / 4, gradient, rtol=1e-12, atol=1e-12)
-
-
 def test_pairs_keep_the_known_answers() -> None:
     advantages = torch.tensor([1.5, 1.2, 0.3, 0.1, -0.1, -0.4, -1.1, -1.5])
     kept = in_kept_pairs(advantages, torch.zeros(8, dtype=torch.int64), 1, kept=0.5)
@@ -330,35 +287,14 @@ def test_xrpo_novelty_gives_the_known_answer() -> None:
     assert got.tolist() == pytest.approx([1.5, 1.0, -1.0, -1.0])
 
 
-def test_tba_is_the_gradient_of_trajectory_balance() -> None:
-    data = columns([1.0, 0.0, 0.5], policy=[-3.0, -8.0, -2.0], reference=[-4.0, -7.0, -2.5])
-    assert data.policy_logprob_sums is not None and data.reference_logprob_sums is not None
-    sums, beta = data.policy_logprob_sums.clone().requires_grad_(), 0.25
-    log_z = (data.reference_logprob_sums - sums + data.rewards / beta).mean().detach()
-    loss = (log_z + sums - data.reference_logprob_sums - data.rewards / beta).square().sum()
-    (gradient,) = torch.autograd.grad(loss, sums)
-    torch.testing.assert_close(tba(data, beta=beta), -beta / 2 * gradient, rtol=1e-12, atol=1e-12)
-
-
 def test_a_trajectory_without_a_verdict_is_solved_by_its_reward() -> None:
     data = columns([0.5, 0.0, -1.0, 1.0], outcomes=[float("nan"), float("nan"), 1.0, 0.0])
     assert filtered_bc(data).tolist() == [1.0, 0.0, 1.0, 0.0]
     assert dataclasses.replace(data, outcome_values=data.rewards).solved.tolist() == [True, False, False, True]
 
 
-ADVANTAGES_OF: dict[str, tuple[list[float], list[float]]] = {
-    # rewards 1, 0, 0, 1, 1 and then a group of one with reward 5; the sample standard deviation is sqrt(0.3)
-    "grpo": ([0.4 / math.sqrt(0.3), -0.6 / math.sqrt(0.3)], [0.0]),
-    "dr_grpo": ([0.4, -0.6], [0.0]),
-    "rloo": ([0.5, -0.75], [0.0]),
-    # over the batch: mean 8/6, squares 28 - 6 (8/6)^2 = 52/3, variance 52/15
-    "reinforce_pp": ([-(1 / 3) / math.sqrt(52 / 15), -(4 / 3) / math.sqrt(52 / 15)], [(11 / 3) / math.sqrt(52 / 15)]),
-}
-
-
-@pytest.mark.parametrize("name", sorted(ADVANTAGES_OF))
-def test_an_advantage_divides_by_what_the_methods_page_says_and_compares_within_its_unit(name: str) -> None:
-    got = ADVANTAGES.bind(name, {})(columns([1.0, 0.0, 0.0, 1.0, 1.0, 5.0], [0, 0, 0, 0, 0, 1]))
-    (right, wrong), alone = ADVANTAGES_OF[name]
-    expected = torch.tensor([right, wrong, wrong, right, right, *alone], dtype=torch.float64)
-    torch.testing.assert_close(got, expected, rtol=5e-6, atol=0)
+def test_grpo_without_a_norm_is_dr_grpo() -> None:
+    for seed in range(10):
+        data = random_columns(seed, graded=True)
+        assert torch.equal(grpo(data, norm="none"), dr_grpo(data))
+        assert torch.equal(grpo(data, norm="group_std"), grpo(data))

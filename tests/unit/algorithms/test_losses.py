@@ -224,15 +224,6 @@ def test_extreme_log_ratios_stay_finite_in_float32(name: str) -> None:
     assert torch.isfinite(result.loss).all() and torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_on_policy_every_ratio_is_one_and_nothing_is_clipped(name: str) -> None:
-    tensors = random_ragged(3).loss_input()
-    tensors.old_logprobs.copy_(tensors.logprobs.detach())
-    tensors.behavior_logprobs.copy_(tensors.logprobs.detach())
-    result = evaluate(name, tensors, loss_options(LOSSES[name], dual_clip=10.0))
-    assert (result.ratio == 1).all() and (result.weight == 1).all() and (result.clip == ClipReason.NONE).all()
-
-
 def test_clip_reasons_name_the_bound_that_cut_the_gradient() -> None:
     data = random_ragged(0)
     tensors = data.loss_input()
@@ -257,17 +248,6 @@ def test_truncated_weight_is_reported_and_keeps_its_gradient() -> None:
     tensors.behavior_logprobs.copy_(tensors.logprobs.detach() - 2.0)
     result = tis(tensors, loss_options(LOSSES["tis"], tis_cap=2.0))
     assert (result.clip == ClipReason.TRUNCATED).all() and (result.weight == 2.0).all()
-
-
-def test_gspo_ratio_is_shared_by_a_sequence_and_ignores_masked_tokens() -> None:
-    data = random_ragged(5)
-    tensors = data.loss_input()
-    before = gspo(tensors, loss_options(LOSSES["gspo"])).ratio
-    tensors.old_logprobs[~tensors.mask] += 7.0
-    after = gspo(tensors, loss_options(LOSSES["gspo"])).ratio
-    torch.testing.assert_close(before, after)
-    for s in range(data.count):
-        assert len(before[tensors.sequence_index == s].unique()) == 1
 
 
 def test_the_smallest_ratio_before_a_token_is_that_of_its_own_sequence() -> None:
@@ -383,17 +363,6 @@ def test_aggregation_equals_its_formula_on_random_ragged_inputs(name: str) -> No
         got = float(aggregate(torch.from_numpy(loss), torch.from_numpy(mask), divided))
         expected = aggregated_by_hand(name, loss.tolist(), mask.tolist(), original.tolist(), data)
         assert got == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", sorted(AGGREGATIONS))
-def test_masking_a_token_leaves_the_weight_of_every_other_token(name: str) -> None:
-    original = torch.tensor([True, True, True, True, False, True])
-    index = torch.tensor([0, 0, 0, 1, 1, 1])
-    weights = AGGREGATIONS[name](original, index, 2)
-    loss = torch.arange(6, dtype=torch.float64, requires_grad=True)
-    mask = original & torch.tensor([True, False, True, True, True, True])
-    (gradient,) = torch.autograd.grad(aggregate(loss, mask, weights), loss)
-    assert torch.equal(gradient, weights * mask)
 
 
 def test_a_masked_token_may_carry_any_loss() -> None:

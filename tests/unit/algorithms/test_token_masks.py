@@ -111,12 +111,6 @@ def test_a_mask_equals_its_definition_on_random_ragged_inputs(name: str) -> None
     assert masked > 0 and kept > 0
 
 
-@pytest.mark.parametrize("name", sorted(set(MASKS.methods) - {"mastered"}))
-def test_a_correction_mask_keeps_every_token_that_the_trainer_agrees_on(name: str) -> None:
-    for seed in range(10):
-        assert MASKS.bind(name, OPTIONS[name])(random_input(seed, spread=0.0)).all()
-
-
 @pytest.mark.parametrize("option", ["token", "sequence", "geometric", "veto"])
 def test_each_bound_of_the_ratio_mask_works_alone(option: str) -> None:
     nothing: dict[str, Any] = dict.fromkeys(OPTIONS["ratio"])

@@ -103,11 +103,6 @@ def test_a_file_whose_content_is_still_written_is_waited_for(tmp_path: Path) -> 
         assert waiting.result(60) == "0123456789abcdef" * 4
 
 
-def test_a_checkpoint_store_keeps_its_lineage_and_another_one_has_its_own(tmp_path: Path) -> None:
-    assert lineage(tmp_path / "a") == lineage(tmp_path / "a")
-    assert lineage(tmp_path / "a") != lineage(tmp_path / "b")
-
-
 def test_a_short_secret_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / SECRET_FILE).write_text("short")
     with pytest.raises(CheckpointError, match="at least 32"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -65,10 +64,6 @@ def test_dars_closes_after_two_rounds_with_at_most_its_most_members(
         assert planner.next(group_of([*outcomes, *[0.0] * found.launched], round=1)) is None
 
 
-def test_dars_closes_a_group_without_a_scored_member() -> None:
-    assert load_planner("dars", {}).next(group_of([], launched=8)) is None
-
-
 def test_quorum_needs_its_share_of_the_group_rounded_up() -> None:
     assert load_planner("quorum", {}).first(None, 512) == Round(needed=487, launched=512)
     assert load_planner("quorum", {}).first(None, 20) == Round(needed=19, launched=20)
@@ -107,11 +102,6 @@ DAP = {"longest_tokens": 16384, "buffer_tokens": 2048}
 def test_dap_penalises_long_answers_to_hard_prompts_less() -> None:
     group = group_of([1, 0, 0, 0], [15360, 15360, 16384, 100], truncated=[False, False, True, False])
     assert load_shaper("dap", DAP)(group, {}).shaped_rewards == (1 - 0.125, -0.5, -1.0, 0.0)
-
-
-def test_dap_counts_a_right_answer_cut_off_at_the_longest_length_in_full() -> None:
-    group = group_of([1, 0, 0, 0], [16384, 10, 10, 10], truncated=[True, False, False, False])
-    assert load_shaper("dap", DAP)(group, {}).shaped_rewards[0] == 0.0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -185,11 +175,6 @@ def test_dot_keeps_every_answer_up_to_the_limit(lengths: list[int], alpha: float
         assert kept == length or (length - kept >= least and abs(kept - limit) <= 1)
 
 
-def test_without_a_shaper_rewards_stay_as_they_are() -> None:
-    closing = load_shaper("none", {})(group_of([1.0, 0.0], shaping=-0.25), {})
-    assert (closing.shaped_rewards, closing.kept_tokens) == ((0.75, -0.25), None)
-
-
 SIRI = {"shortest": 8192, "longest": 16384}
 
 
@@ -250,23 +235,6 @@ def test_a_periodic_budget_repeats_between_its_bounds_and_reaches_both(
     values = [found(step) for step in range(8 * period + 1)]
     assert (min(values), max(values)) == (low, low + span)
     assert values[0] == values[-1]
-
-
-@pytest.mark.parametrize("name", ["cosine", "stair_cosine"])
-@given(low=st.integers(1, 5000), span=st.integers(0, 5000), half=st.integers(1, 350))
-def test_a_wave_falls_for_half_a_period_and_rises_for_the_other(name: str, low: int, span: int, half: int) -> None:
-    found = budget(name, {"shortest": low, "longest": low + span, "period": 2 * half})
-    values = [found(step) for step in range(2 * half + 1)]
-    assert all(before >= after for before, after in pairwise(values[: half + 1]))
-    assert all(before <= after for before, after in pairwise(values[half:]))
-
-
-def test_no_budget_is_above_the_most_of_the_run() -> None:
-    assert [budget("cosine", SIRI, most=10_000)(step) for step in (0, 320)] == [10_000, 8192]
-
-
-def test_the_constant_budget_has_no_function() -> None:
-    assert load_budget("token_budget", "constant", {}, most=100, train_steps=10) is None
 
 
 def test_overlong_penalty_falls_linearly_inside_the_buffer_only() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rollmesh.config import RunConfig
-from rollmesh.curriculum.planners import Round
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import Round, RoundRules
 from rollmesh.curriculum.shapers import Closing
 from rollmesh.errors import DataError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome

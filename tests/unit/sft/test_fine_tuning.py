@@ -23,10 +23,6 @@ from ...kit.demonstration_rows import sft_config, write_rows
 from ...kit.run_files import run_config
 
 
-class Killed(BaseException):
-    """What ends the process of a run."""
-
-
 def never() -> bool:
     return False
 
@@ -35,10 +31,6 @@ def after(steps: int, effect: Callable[[], bool]) -> Callable[[], bool]:
     """Ask for ``effect`` after so many steps; a run asks once before each step."""
     asked = iter(range(steps))
     return lambda: next(asked, None) is None and effect()
-
-
-def kill() -> bool:
-    raise Killed
 
 
 def lines(config: SftConfig) -> list[dict[str, Any]]:
@@ -93,17 +85,6 @@ def test_a_run_that_was_stopped_continues_to_the_same_bits(whole: SftConfig, ste
     finished = train(config, after(steps, lambda: True))
     assert (finished is None) is (steps < 12)
     assert len(lines(config)) == steps + 1
-    train(config)
-    assert curve(config) == curve(whole)
-    assert weights(config) == weights(whole)
-
-
-def test_a_run_that_was_killed_repeats_the_steps_after_its_newest_state(whole: SftConfig) -> None:
-    config = another(whole, "killed")
-    for steps in (2, 5, 4):  # from step 0, from step 0 again, from step 3
-        with pytest.raises(Killed):
-            train(config, after(steps, kill))
-    assert len(lines(config)) == 8
     train(config)
     assert curve(config) == curve(whole)
     assert weights(config) == weights(whole)

@@ -8,8 +8,7 @@ from functools import partial
 
 import pytest
 
-from rollmesh.curriculum.planners import Round
-from rollmesh.curriculum.round_rules import RoundRules
+from rollmesh.curriculum.planners import Round, RoundRules
 from rollmesh.curriculum.samplers import PromptSampler, domain_mix
 from rollmesh.curriculum.shapers import Closing
 from rollmesh.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The embedded engine: what waits is packed together, whichever call it is of."""
+"""The embedded engine: what waits is packed together, whichever call it is of; and the share of its time with work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from transformers import Qwen2Config
 
 from rollmesh.errors import EngineError
+from rollmesh.runtime.metrics import Metrics
 from rollmesh.teacher.embedded_engine import EmbeddedEngine
 from rollmesh.teacher.teacher_engine import ScoreRequest
+from rollmesh.teacher.teacher_service import TeacherMetrics
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer, ResponseScores
 from rollmesh.types import Int32Array
 
@@ -87,3 +89,27 @@ async def test_an_error_of_the_model_fails_what_waits_and_the_engine(scorer: Hel
         with pytest.raises(EngineError, match="a broken device"):
             await engine.score(member(1))
         assert engine.failed.done()
+
+
+def test_time_with_several_sequences_counts_once_and_while_they_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    exported = Metrics("teacher")
+    metrics = TeacherMetrics(exported, "large")
+
+    def busy() -> float | None:
+        return exported.registry.get_sample_value("rollmesh_teacher_busy_seconds_total", {"teacher": "large"})
+
+    assert busy() == 0
+    now = 103.0
+    with metrics.sequence():
+        now = 105.0
+        with metrics.sequence():
+            now = 109.0
+        assert busy() == 6  # from 103 to 109, though the first one has not ended
+        now = 110.0
+        metrics.note_busy()
+        assert busy() == 7  # of a sequence that is still there
+    now = 150.0
+    with metrics.sequence():
+        assert busy() == 7

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from rollmesh.algorithms.old_logprobs import OldLogprobs
+from rollmesh.algorithms.ratios import OldLogprobs
 from rollmesh.config import RunConfig
 from rollmesh.trainer.learner.distributed import pick_device
 from rollmesh.trainer.learner.method_binding import bind_advantage, bind_masks, loss_recipe, step_recipe
@@ -23,9 +24,7 @@ def try_algorithm(config: RunConfig) -> None:
     advantage, masks, recipe = bind_advantage(algorithm), bind_masks(algorithm), loss_recipe(algorithm)
     random = np.random.default_rng(0)
     size = config.schedule.group_size
-    members = [tuple(_trajectory(group, member, random) for member in range(size)) for group in range(2)]
-    groups = [Group(group_id=f"trial-{g}", admission_index=g, trajectories=made) for g, made in enumerate(members)]
-    flat = build_train_batch(Batch(train_step=1, groups=tuple(groups)), {0: 0}, None)
+    flat = build_train_batch(trial_batch(2, size, random, lambda at: 2 + at % 3), {0: 0}, None)
     policy = np.where(flat.policy_mask, flat.behavior_logprobs + random.normal(0, 0.05, len(flat.token_ids)), 0.0)
     sums = trajectory_columns(
         flat,
@@ -47,18 +46,30 @@ def try_algorithm(config: RunConfig) -> None:
         torch.autograd.backward(loss.sum())
 
 
-def _trajectory(group: int, member: int, random: np.random.Generator) -> Trajectory:
-    count = 2 + (group + member) % 3
-    logprobs = random.uniform(-3.0, -0.1, count).astype(np.float32)
-    tokens = np.arange(count, dtype=np.int32)
-    reward = float((group + member) % 2)
-    return Trajectory(
-        trajectory_id=f"trial-{group}-{member}",
-        group_id=f"trial-{group}",
-        member_index=member,
-        prompt=Prompt(prompt_id="trial", token_ids=np.arange(3, dtype=np.int32), verifier=""),
-        segments=(Segment(token_ids=tokens, behavior_logprobs=logprobs, policy_version=0, kv_min_version=0),),
-        finish_reason=FinishReason.LENGTH if member % 4 == 3 else FinishReason.STOP,
-        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=reward),
-        shaped_reward=reward,
-    )
+def trial_batch(
+    groups: int, members: int, random: np.random.Generator, length: Callable[[int], int], vocabulary: int = 64
+) -> Batch:
+    """Return groups of random answers with ``length`` tokens each, of group plus member; rewards of 0 and 1."""
+
+    def member(group: int, index: int) -> Trajectory:
+        count, reward = length(group + index), float((group + index) % 2)
+        segment = Segment(
+            token_ids=random.integers(0, vocabulary, count).astype(np.int32),
+            behavior_logprobs=random.uniform(-3.0, -0.1, count).astype(np.float32),
+            policy_version=0,
+            kv_min_version=0,
+        )
+        return Trajectory(
+            trajectory_id=f"trial-{group}-{index}",
+            group_id=f"trial-{group}",
+            member_index=index,
+            prompt=Prompt(prompt_id="trial", token_ids=np.arange(3, dtype=np.int32), verifier=""),
+            segments=(segment,),
+            finish_reason=FinishReason.LENGTH if index % 4 == 3 else FinishReason.STOP,
+            outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=reward),
+            shaped_reward=reward,
+        )
+
+    made = (tuple(member(at, index) for index in range(members)) for at in range(groups))
+    every = (Group(group_id=f"trial-{at}", admission_index=at, trajectories=each) for at, each in enumerate(made))
+    return Batch(train_step=1, groups=tuple(every))

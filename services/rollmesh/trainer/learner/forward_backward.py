@@ -16,11 +16,11 @@ from rollmesh.algorithms.losses import LossInput, LossOptions, PolicyLoss, Token
 from rollmesh.algorithms.ratios import UpdateScale, k3
 from rollmesh.config.optimization import OptimizationConfig
 from rollmesh.errors import ConfigError
-from rollmesh.trainer.learner.bins import prefix_bins
 from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ranks
 from rollmesh.trainer.learner.packing import MicroBatch, pack, pack_sequences
 from rollmesh.trainer.learner.packing_check import shares_prefixes
 from rollmesh.trainer.learner.policy_model import PolicyModel
+from rollmesh.trainer.learner.prefix_tree import prefix_bins
 from rollmesh.trainer.learner.teacher_scores import TeacherScores
 from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TokenBatch, TrainBatch
 from rollmesh.types import Float32Array, FloatArray, Int32Array, KeptSets

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollmesh.algorithms.old_logprobs import OldLogprobs, choose_old_logprobs, loglinear_share
+from rollmesh.algorithms.ratios import OldLogprobs, choose_old_logprobs, loglinear_share
 from rollmesh.config.old_logprob_methods import OldLogprobMethod, TrainerLogprobs
 from rollmesh.kept_sets import trajectory_sets
 from rollmesh.trainer.learner.forward_backward import Compute, score_batch, score_sequences

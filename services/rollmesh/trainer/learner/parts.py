@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh.algorithms.old_logprobs import OldLogprobs
+from rollmesh.algorithms.ratios import OldLogprobs
 from rollmesh.checkpoints.batches import StepSettings, encode_groups
 from rollmesh.trainer.learner.forward_backward import GradientPass, accumulate_gradient
 from rollmesh.trainer.learner.train_batch import Int64Array, TrainBatch

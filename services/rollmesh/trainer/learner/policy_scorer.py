@@ -19,12 +19,12 @@ from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.checkpoints.states import load_weights
 from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.adapter_layers import merge_adapter
-from rollmesh.trainer.learner.bins import prefix_bins
 from rollmesh.trainer.learner.distributed import World, pick_device
 from rollmesh.trainer.learner.forward_backward import Compute, score_in_model_dtype
 from rollmesh.trainer.learner.packing import pack_sequences
 from rollmesh.trainer.learner.policy_files import write_policy_folder
 from rollmesh.trainer.learner.policy_model import ModelSource, PolicyModel, load_policy_model
+from rollmesh.trainer.learner.prefix_tree import prefix_bins
 from rollmesh.types import Float32Array, Float64Array, FloatArray, Int32Array, KeptSets
 
 _RESOLUTION_DRAWS = 6

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE, read_adapter_settings
+from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
 from rollmesh.checkpoints.states import load_weights
+from rollmesh.config.model import AdapterConfig
 from rollmesh.config.optimization import OptimizationConfig
-from rollmesh.errors import CheckpointError, ConfigError, Reason
+from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.adapter_layers import reset_adapter
 from rollmesh.trainer.learner.distributed import local_part, zeros_on_host
 from rollmesh.trainer.learner.frozen_policies import WeightAverage
@@ -189,17 +190,17 @@ class LearnerState:
 
     def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors to load a state with this ``extra`` into. Raises ConfigError for other trained weights."""
-        saved = extra.get(_ADAPTER)
-        if saved != self._adapter():
+        saved, own = extra.get(_ADAPTER), adapter_identity(self._model.adapter)
+        if saved != own:
             raise ConfigError(
-                f"model.adapter={_named(self._adapter())}: this run was trained with {_named(saved)}; set "
+                f"model.adapter={_named(own)}: this run was trained with {_named(saved)}; set "
                 "model.adapter as it was, or start a new run (another name and folder)"
             )
         return LearnerState.tensors(self)
 
     def extra(self, train_step: int) -> dict[str, Any]:
         """Return the rest of the state, as JSON values."""
-        adapter = self._adapter()
+        adapter = adapter_identity(self._model.adapter)
         return {"train_step": train_step} | ({} if adapter is None else {_ADAPTER: adapter})
 
     def take(self, folder: Path) -> None:
@@ -208,23 +209,10 @@ class LearnerState:
         if adapter is not None and not (folder / ADAPTER_CONFIG_FILE).is_file():
             reset_adapter(self._model.causal_lm)
         else:
-            if adapter is not None:
-                found = read_adapter_settings(folder)
-                for name in ("rank", "alpha", "target"):
-                    if (theirs := getattr(found, name)) != (ours := getattr(adapter, name)):
-                        problem = f"{folder}: the adapter has {name} {theirs}, but model.adapter.{name} is {ours}"
-                        raise CheckpointError(problem, reason=Reason.FOREIGN_ARCHITECTURE)
             load_weights(folder, {name: p.detach() for name, p in self._model.trained_parameters().items()})
         for parameter in self._model.trained_parameters().values():
             for value in saved_moments(self._optimizer, parameter).values():
                 value.zero_()
-
-    def _adapter(self) -> dict[str, Any] | None:
-        """Return the settings that fix the adapter's tensors and their effect; None for full weights."""
-        adapter = self._model.adapter
-        if adapter is None:
-            return None
-        return {"rank": adapter.rank, "alpha": adapter.alpha, "target": list(adapter.target)}
 
 
 @dataclass(eq=False)
@@ -255,6 +243,13 @@ class PolicyState(LearnerState):
         self._average.restore(extra)
         values = filled.get(_STAGE_TENSOR, torch.empty(0))
         self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
+
+
+def adapter_identity(adapter: AdapterConfig | None) -> dict[str, Any] | None:
+    """Return the settings that fix an adapter's tensors and their effect; None for full weights."""
+    if adapter is None:
+        return None
+    return {"rank": adapter.rank, "alpha": adapter.alpha, "target": list(adapter.target)}
 
 
 def _named(adapter: Mapping[str, Any] | None) -> str:

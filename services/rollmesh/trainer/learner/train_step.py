@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rollmesh.algorithms.distillation import reverse_kl_advantages
-from rollmesh.algorithms.old_logprobs import OldLogprobs
+from rollmesh.algorithms.ratios import OldLogprobs, reverse_kl_advantages
 from rollmesh.algorithms.token_masks import MaskInput
 from rollmesh.checkpoints.batches import StepRecipe, StepSettings
 from rollmesh.config.loss_methods import MASKS

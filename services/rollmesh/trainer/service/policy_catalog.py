@@ -11,13 +11,14 @@ from rollmesh.checkpoints.describe import read_adapter_settings
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
 from rollmesh.config import RunConfig
-from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.frozen_policies import BASE_VERSION
 from rollmesh.trainer.learner.method_binding import needs_reference
+from rollmesh.trainer.learner.policy_state import adapter_identity
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import PolicyRecord
 
 
@@ -173,22 +174,11 @@ def damaged_base(problem: str, reason: str) -> CheckpointError:
     )
 
 
-def check_published(adapter: AdapterConfig, catalog: PolicyCatalog) -> None:
-    """Raise ConfigError if the newest policy is no adapter of these settings: not every trainer has a launcher."""
+def check_published(trainer: PolicyTrainer, catalog: PolicyCatalog) -> None:
+    """Raise ConfigError if the newest policy is no adapter of the trainer's settings: no state may have told it."""
     newest = catalog.newest
     if newest is None or newest.policy_version == BASE_VERSION:
         return
     policy = catalog.policy(newest.policy_version)
-    if policy.base is None:
-        raise ConfigError(
-            f"model.adapter: policy version {newest.policy_version} of this run has full weights; remove model.adapter "
-            "to continue the run, or start a new run (another name and folder)"
-        )
-    found = read_adapter_settings(policy.folder)
-    for name in ("rank", "alpha", "target"):
-        published, configured = getattr(found, name), getattr(adapter, name)
-        if published != configured:
-            raise ConfigError(
-                f"model.adapter.{name}={configured}: policy version {newest.policy_version} of this run has "
-                f"{published}; set it as it was, or start a new run (another name and folder)"
-            )
+    published = None if policy.base is None else adapter_identity(read_adapter_settings(policy.folder))
+    trainer.tensors_to_fill({} if published is None else {"adapter": published})

@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
-from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
+from rollmesh.algorithms.ratios import FALLBACK_REASONS
 from rollmesh.config.loss_methods import MASKS, OWN_MASK
 from rollmesh.errors import Reason
 from rollmesh.prompt_history import DomainTotals

@@ -219,16 +219,6 @@ def test_snapshots_are_scored_in_the_policy_model(
         assert old == pytest.approx({position: float(scores[position]) for position in old}, abs=1e-5), version
 
 
-def test_the_average_is_one_of_adapters(make_model: ModelMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm = {"loss": "decoupled_ppo", "old_logprobs": "ewma", "old_logprobs_options": {"reset_below": 0}}
-    trainer = make(make_model("qwen2"), algorithm=algorithm)
-    with one_model_in_memory(monkeypatch):
-        trained(trainer, 3)
-    average = {n.removeprefix("ewma."): t for n, t in trainer.state_tensors().items() if n.startswith("ewma.")}
-    assert average.keys() == {n.removeprefix("model.") for n in weights(trainer)}
-    assert not any(torch.equal(average[n.removeprefix("model.")], value) for n, value in weights(trainer).items())
-
-
 def test_weights_of_every_version_are_restored_and_the_moments_reset(
     make_model: ModelMaker, versions: dict[int, Path]
 ) -> None:

@@ -165,26 +165,6 @@ def test_entropy_and_the_kl_to_a_reference_are_over_the_kept_sets(make_model: Mo
     assert report.policy.entropy == pytest.approx(sum(entropy for _, entropy in now) / len(now), rel=1e-6)
 
 
-def test_parts_with_kept_sets_give_the_step_of_the_whole_batch(make_model: ModelMaker) -> None:
-    batch = with_kept_sets(random_batch(6, groups=3), 6)
-    config = TrainerConfig(learning_rate=1e-2, tokens_per_microbatch=60)
-    whole, parts = (
-        PolicyTrainer(make_model("qwen2"), config, dtype="float64", compute_dtype=torch.float64) for _ in range(2)
-    )
-    parts.accumulate(batch.groups[1:], VERSIONS)
-    expected, report = whole.train(batch, VERSIONS), parts.train(batch, VERSIONS)
-    assert report.groups_before_cut == 2
-    assert report.loss == pytest.approx(expected.loss, rel=1e-10)
-    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
-
-
-def test_parts_with_other_kept_sets_are_not_of_the_batch(make_model: ModelMaker) -> None:
-    trainer = PolicyTrainer(make_model("qwen2"), TrainerConfig())
-    batch = random_batch(6, groups=3)
-    trainer.accumulate(with_kept_sets(batch, 1).groups[1:], VERSIONS)
-    assert trainer.train(with_kept_sets(batch, 2), VERSIONS).groups_before_cut == 0
-
-
 def test_a_kept_set_without_its_token_is_refused_by_name(make_model: ModelMaker) -> None:
     segment = policy_segment(np.random.default_rng(0), 2)
     other = [(int(token) + 1) % VOCAB for token in segment.token_ids]

@@ -34,7 +34,7 @@ from rollmesh.trainer.learner.forward_backward import Compute, score_sequences
 from rollmesh.trainer.learner.policy_model import load_policy_model
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
-from ....kit.made_batches import SHAPE, random_batch
+from ....kit.made_batches import SHAPE
 from ....kit.trainer_reference import largest_difference, weights_of
 from .conftest import ModelMaker
 
@@ -200,12 +200,3 @@ def test_an_exported_folder_loads_like_the_original(make_model: ModelMaker, tmp_
     assert written == {**original, "dtype": "float32"}
     kept = {p.name for p in source.iterdir()}
     assert {p.name for p in tmp_path.iterdir()} == kept
-
-
-def test_weights_are_published_in_the_requested_dtype(make_model: ModelMaker, tmp_path: Path) -> None:
-    trainer = PolicyTrainer(make_model("qwen2"), TrainerConfig(learning_rate=1e-2), dtype="bfloat16")
-    trainer.train(random_batch(0), {0: 0})
-    trainer.export(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    assert all(p.dtype == torch.float32 for n, p in trainer.state_tensors().items() if n.startswith("model."))

@@ -195,21 +195,9 @@ def test_kl_to_a_pinned_version_pulls_the_policy_back(run: Run) -> None:
     assert max(differences) > 0 and torch.isfinite(torch.tensor(differences)).all()
 
 
-def test_a_step_that_is_trained_again_takes_rate_and_reference_from_its_batch_file(run: Run) -> None:
-    same = {"kl_coefficient": 1.0}
-    first = run.trainer("current", learning_rate=3e-3, algorithm=same | {"kl_reference_version": 1})
-    again = run.trainer("current", learning_rate=0.5, algorithm=same | {"kl_reference_version": 0})
-    other = run.trainer("current", learning_rate=3e-3, algorithm=same | {"kl_reference_version": 0})
-    settings = first.settings(3)
-    first.train(run.batch, VERSIONS)
-    assert again.train(run.batch, VERSIONS, settings).learning_rate == 3e-3
-    other.train(run.batch, VERSIONS)
-    weights = [trainer.state_tensors() for trainer in (first, again, other)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
-
-
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "learning_rate": {"learning_rate": 0.5},
+    "kl_reference_version": {"algorithm": {"kl_coefficient": 1.0, "kl_reference_version": 1}},
     "loss": {"algorithm": {"loss": "cispo", "dual_clip": None}},
     "clip_low": {"algorithm": {"clip_low": 0.9}},
     "advantage": {"algorithm": {"advantage": "dr_grpo"}},

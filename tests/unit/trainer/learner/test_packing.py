@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Mistral
 
 from rollmesh.algorithms.advantages import TrajectoryColumns
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.trainer.learner.bins import balanced_bins
 from rollmesh.trainer.learner.packing import pack
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.prefix_tree import balanced_bins
 from rollmesh.trainer.learner.train_batch import build_train_batch
 from rollmesh.types import Int32Array
 

@@ -80,16 +80,6 @@ def test_a_copy_scores_as_its_train_step_did_while_later_steps_train(
     assert same(trainer.logprobs(IDS), alone.logprobs(IDS)), "scoring changes nothing in training"
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_every_copy_scores_with_its_own_weights(make_model: ModelMaker, kind: str) -> None:
-    trainer = make(make_model("llama"), kind)
-    for _ in range(3):
-        train(trainer)
-        score = trainer.copy_out().score
-        assert score is not None
-        assert same(score(IDS), trainer.logprobs(IDS))
-
-
 @pytest.mark.parametrize("name", ["qwen2", "llama"], ids=["tied head", "head of its own"])
 def test_a_copy_writes_the_weights_that_it_scores(make_model: ModelMaker, tmp_path: Path, name: str) -> None:
     trainer = make(make_model(name))
@@ -125,16 +115,6 @@ def test_a_copy_keeps_the_weights_of_its_time_in_the_publishing_dtype() -> None:
     assert list(taken) == ["0.weight"], "tied weights occur once"
     assert torch.equal(taken["0.weight"], before)
     assert WeightCopy(torch.bfloat16).take(dict(model.named_parameters()), World())["0.weight"].dtype == torch.bfloat16
-
-
-def test_the_next_copy_reuses_the_memory_of_the_last_one() -> None:
-    model, copy = tied_model(), WeightCopy(torch.float32)
-    place = copy.take(dict(model.named_parameters()), World())["0.weight"].data_ptr()
-    with torch.no_grad():
-        model[0].weight.mul_(2.0)
-    again = copy.take(dict(model.named_parameters()), World())["0.weight"]
-    assert again.data_ptr() == place
-    assert torch.equal(again, model[0].weight)
 
 
 def test_only_rank_0_keeps_a_copy() -> None:
@@ -187,7 +167,7 @@ def test_large_weights_are_written_as_shards_that_the_library_finds_by_the_index
     loaded = dict(Qwen2ForCausalLM.from_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     described = describe_folder(tmp_path)
-    assert described.parameter_count == sum(t.numel() for t in tensors.values())
+    assert described["parameter_count"] == sum(t.numel() for t in tensors.values())
 
 
 def test_a_model_never_has_more_than_about_32_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +207,7 @@ def test_a_head_of_its_own_reaches_generation_although_the_config_says_that_it_i
     trainer.copy_out(base=adapted).write(tmp_path / "published")
     served = load_weights(tmp_path / "published", read_architecture(tmp_path / "published"), torch.float32, CPU)
     assert torch.equal(served.head, load_file(source / "model.safetensors")["lm_head.weight"].t())
-    assert not describe_folder(tmp_path / "published").architecture.tied_embeddings
+    assert not describe_folder(tmp_path / "published")["architecture"].tied_embeddings
 
 
 @pytest.mark.parametrize(("tied", "said"), [(True, True), (False, True), (False, False)])

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.trainer.learner.bins import prefix_bins
-from rollmesh.trainer.learner.prefix_tree import PrefixTree, prefix_tree
+from rollmesh.trainer.learner.prefix_tree import PrefixTree, prefix_bins, prefix_tree
 from rollmesh.types import Int32Array
 
 WORDS = st.lists(st.integers(0, 2), max_size=9)

@@ -163,17 +163,6 @@ def test_train_steps_end_with_the_weights_of_plain_ones(
     assert largest_difference(*weights) < 1e-10
 
 
-def test_what_is_recorded_at_the_end_of_a_stage_is_that_of_plain_passes(make_model: ModelMaker) -> None:
-    members = [member for group in forked_groups(4) for member in group]
-    recorded = []
-    for share in (False, True):
-        trainer = PolicyTrainer(make_model(), TrainerConfig(share_prefixes=share), compute_dtype=torch.float64)
-        assert trainer.end_stage(members, VERSIONS) == len(members)
-        recorded.append(trainer._stage.values())
-    np.testing.assert_allclose(recorded[1], recorded[0], atol=1e-5)
-    assert len(recorded[0]) == sum(member.response_token_count for member in members)
-
-
 def attention_of(sequence: torch.Tensor, window: int | None, softcap: float | None) -> torch.Tensor:
     """Query, key and value of one sequence, [3, tokens, heads, size], token by token and head by head."""
     query, key, value = sequence.double()

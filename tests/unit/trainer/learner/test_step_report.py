@@ -18,7 +18,6 @@ from rollmesh.trainer.learner.step_report import (
     batch_stats,
     effective_sample_size,
     policy_stats,
-    ratio_stats,
 )
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Segment
@@ -135,11 +134,6 @@ def test_effective_sample_size_survives_weights_beyond_float_range() -> None:
     assert effective_sample_size(np.zeros(6), np.array([4, 4, 7, 7, 9, 9])) == pytest.approx(3)
 
 
-def test_statistics_of_no_tokens_are_numbers() -> None:
-    stats = ratio_stats(np.empty(0), np.empty(0, np.int8))
-    assert stats.tokens == 0 and stats.mean == 1 and stats.clipped_low == 0
-
-
 def test_rewards_are_told_apart_by_the_part_of_the_mixture() -> None:
     rng = np.random.default_rng(0)
     groups = [
@@ -152,10 +146,6 @@ def test_rewards_are_told_apart_by_the_part_of_the_mixture() -> None:
     ]
     stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, grpo))
     assert stats.reward_by_domain == {"code": 1.0, "math": 0.375}
-
-
-def test_a_batch_without_domains_has_no_reward_by_domain(flat: TrainBatch) -> None:
-    assert batch_stats(flat).reward_by_domain == {}
 
 
 SHIFT = {"clipped_high": -0.5, "trained": 0.0, "clipped_low": 0.5, "clipped_dual": -3.0}

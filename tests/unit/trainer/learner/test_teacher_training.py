@@ -172,22 +172,6 @@ def test_a_trajectory_without_an_advantage_of_the_reward_has_a_pass(make_model: 
     assert report.batch.skipped_trajectories == 0 and report.grad_norm > 0
 
 
-def test_a_teacher_that_agrees_with_the_sampler_changes_nothing(make_model: ModelMaker, tmp_path: Path) -> None:
-    def agreed(member: Trajectory) -> Trajectory:
-        parts = [
-            np.zeros(len(s), np.float32) if s.behavior_logprobs is None else s.behavior_logprobs
-            for s in member.segments
-        ]
-        assert member.teacher is not None
-        return replace(member, teacher=replace(member.teacher, logprobs=np.concatenate(parts)))
-
-    batch = batch_of(*([agreed(t) for t in g.trajectories] for g in with_teacher(PLAIN, 0).groups))
-    trainer = trainer_of(make_model("qwen2"), {"reverse_kl_coefficient": 5.0})
-    before = exported(trainer, tmp_path / "before")
-    assert trainer.train(batch, VERSIONS).grad_norm == 0
-    assert largest_difference(exported(trainer, tmp_path / "after"), before) == 0
-
-
 def test_a_cut_response_takes_the_beginning_of_its_column(make_model: ModelMaker) -> None:
     whole = with_teacher(PLAIN, 6)
     first = whole.groups[0].trajectories[0]

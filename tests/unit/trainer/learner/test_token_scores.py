@@ -42,24 +42,6 @@ def plain(hidden: Tensor, head: torch.nn.Linear, targets: Tensor, temperatures: 
     return scores[torch.arange(len(targets)), targets], -(scores.exp() * scores).sum(-1)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 23, 100])
-def test_scores_and_gradients_are_those_of_all_logits_at_once(chunk_tokens: int, bias: bool) -> None:
-    torch.manual_seed(0)
-    head = torch.nn.Linear(WIDTH, VOCAB, bias=bias).double()
-    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
-    targets, temperatures = torch.randint(0, VOCAB, (TOKENS,)), torch.rand(TOKENS) + 0.5
-    got = score_tokens(
-        hidden, head.weight, head.bias, targets, temperatures, entropy=True, chunk_logits=chunk_tokens * VOCAB
-    )
-    expected = plain(hidden, head, targets, temperatures.double())
-    assert not got[1].requires_grad
-    inputs, losses = [hidden, *head.parameters()], [(x[0] * torch.arange(TOKENS)).sum() for x in (got, expected)]
-    gradients = [torch.autograd.grad(loss, inputs) for loss in losses]
-    for mine, theirs in zip((*got, *gradients[0]), (*expected, *gradients[1]), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
 def test_the_most_likely_tokens_are_those_of_all_logits_at_once(chunk_tokens: int) -> None:
     torch.manual_seed(1)

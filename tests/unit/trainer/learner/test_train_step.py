@@ -20,7 +20,6 @@ from rollmesh.types import Batch, Segment, Trajectory
 
 from ....kit.made_batches import (
     batch_of,
-    environment_segment,
     policy_segment,
     random_batch,
     trajectory,
@@ -128,15 +127,6 @@ def test_masked_old_segments_change_the_numerator_only(make_model: ModelMaker, t
     assert report.loss == pytest.approx(loss, abs=1e-10)
     assert 0 < report.batch.masked_fraction < 1 and report.batch.trajectory_staleness.max == 1
     assert largest_difference(exported(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
-
-
-def test_environment_tokens_condition_the_policy_and_carry_no_loss(make_model: ModelMaker) -> None:
-    rng = np.random.default_rng(0)
-    tool = environment_segment(rng, 5)
-    members = [trajectory(f"g0.{m}", [policy_segment(rng, 4), tool, policy_segment(rng, 3)], float(m)) for m in (0, 1)]
-    report = exact_trainer(make_model("qwen2")).train(batch_of(members), {0: 0})
-    assert report.batch.original_tokens == report.batch.trained_tokens == 14
-    assert report.policy.ratio.tokens == 14
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])

@@ -142,21 +142,6 @@ async def test_a_write_that_waits_shows_until_it_is_done_whatever_else_succeeds_
     assert health.ready() == (True, "")
 
 
-async def test_a_trainer_that_waits_before_its_start_is_not_ready_when_the_wait_ends() -> None:
-    health = Health()
-    retry = retry_of(health)
-    tries: list[str] = []
-
-    async def load() -> None:
-        tries.append(health.waits.text())
-        if len(tries) == 1:
-            raise full()
-
-    await retry.run("load_state", load)
-    assert tries == ["", "disk full: load_state: disk full"]
-    assert health.waits.text() == "" and health.ready() == (False, "starting")
-
-
 def test_a_loop_is_alive_while_torch_computes_however_long_and_stalls_an_hour_after_it() -> None:
     now = 0.0
     health, end = Health(clock=lambda: now), threading.Event()

@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rollmesh.config import RunConfig
@@ -20,7 +19,10 @@ from rollmesh.trainer.service.run_log import (
     flatten,
     sample_completions,
 )
-from rollmesh.types import Batch, FinishReason, Group, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
+from rollmesh.types import Batch, OutcomeKind, RewardOutcome
+
+from ....kit.made_batches import batch_of, trajectory
+from ....kit.records import policy_tokens
 
 
 def steps(file: Path) -> list[int]:
@@ -83,34 +85,12 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.jsonl").read_text()) == {"a": None, "b": [None, 1.5], "c": {"d": 0.0}}
 
 
-def batch(step: int, groups: int = 4, members: int = 3) -> Batch:
-    return Batch(
-        train_step=step,
-        groups=tuple(
-            Group(
-                group_id=f"e0-{g}",
-                admission_index=g,
-                trajectories=tuple(_trajectory(f"e0-{g}", m) for m in range(members)),
-            )
-            for g in range(groups)
-        ),
-    )
-
-
-def _trajectory(group_id: str, member: int) -> Trajectory:
-    ids = np.array([1, 2, 3], np.int32)
-    return Trajectory(
-        trajectory_id=f"{group_id}.{member}",
-        group_id=group_id,
-        member_index=member,
-        prompt=Prompt(prompt_id=group_id, token_ids=np.array([7], np.int32), verifier="exact"),
-        segments=(
-            Segment(token_ids=ids, behavior_logprobs=-np.ones(3, np.float32), policy_version=4, kv_min_version=4),
-        ),
-        finish_reason=FinishReason.STOP,
-        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=0.5),
-        shaped_reward=0.25,
-    )
+def batch(step: int) -> Batch:
+    """Four groups of three members, whose answer is 1 2 3."""
+    segment, outcome = policy_tokens([1, 2, 3], 4), RewardOutcome(kind=OutcomeKind.SCORED, value=0.5)
+    names = [[f"e0-{group}.{member}" for member in range(3)] for group in range(4)]
+    made = ([trajectory(name, [segment], 0.25, prompt=2, outcome=outcome) for name in group] for group in names)
+    return batch_of(*made, train_step=step)
 
 
 def test_samples_come_from_different_groups_and_from_other_members_each_step(tmp_path: Path) -> None:
@@ -121,11 +101,12 @@ def test_samples_come_from_different_groups_and_from_other_members_each_step(tmp
 
 
 def test_a_sample_says_what_was_asked_answered_and_paid(tmp_path: Path) -> None:
-    (sample,) = sample_completions(batch(3), 1, decoder(tmp_path))
+    asked = batch(3)
+    (sample,) = sample_completions(asked, 1, decoder(tmp_path))
     assert sample == {
         "train_step": 3,
         "trajectory_id": "e0-0.0",
-        "prompt": "7",
+        "prompt": " ".join(map(str, asked.groups[0].trajectories[0].prompt.token_ids)),
         "completion": "1 2 3",
         "token_count": 3,
         "finish_reason": "stop",
@@ -134,15 +115,6 @@ def test_a_sample_says_what_was_asked_answered_and_paid(tmp_path: Path) -> None:
         "shaped_reward": 0.25,
         "policy_versions": [4],
     }
-
-
-def test_no_samples_are_taken_when_none_are_asked_for(tmp_path: Path) -> None:
-    assert sample_completions(batch(1), 0, decoder(tmp_path)) == []
-
-
-def test_every_group_gives_one_sample_when_more_are_asked_for(tmp_path: Path) -> None:
-    found = sample_completions(batch(1, groups=2), 9, decoder(tmp_path))
-    assert [s["trajectory_id"].split(".")[0] for s in found] == ["e0-0", "e0-1"]
 
 
 def config(folder: Path, *trackers: str) -> RunConfig:
@@ -158,10 +130,6 @@ def config(folder: Path, *trackers: str) -> RunConfig:
 def test_nested_numbers_get_one_name_each() -> None:
     record = {"loss": 1, "batch": {"reward": {"mean": 0.5}, "text": "x"}, "ok": True, "many": [1, 2], "none": None}
     assert flatten(record) == {"loss": 1.0, "batch/reward/mean": 0.5}
-
-
-def test_no_tracker_is_built_unless_asked_for(tmp_path: Path) -> None:
-    assert build_trackers(config(tmp_path)) == []
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

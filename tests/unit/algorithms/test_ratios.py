@@ -1,14 +1,19 @@
-"""Old logprobs, KL estimators and the factor on the learning rate."""
+"""Old logprobs, KL estimators, the factor on the learning rate, and the advantage of the reverse KL."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 
-from rollmesh.algorithms.old_logprobs import OldLogprobs, choose_old_logprobs, loglinear_share
-from rollmesh.algorithms.ratios import ess_scale, k1, k3
+from rollmesh.algorithms.ratios import (
+    OldLogprobs,
+    choose_old_logprobs,
+    ess_scale,
+    k1,
+    k3,
+    loglinear_share,
+    reverse_kl_advantages,
+)
 from rollmesh.config.old_logprob_methods import OLD_LOGPROBS
 
 BEHAVIOR = torch.tensor([-1.0, -2.0, -3.0, 0.0])
@@ -67,14 +72,34 @@ def test_kl_estimators_average_to_the_exact_divergence() -> None:
     assert (k3(p, q) >= 0).all()
 
 
-def test_the_kl_estimators_are_those_of_the_methods_page() -> None:
-    log_p, log_q = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
-    assert float(k1(log_p, log_q)) == pytest.approx(0.5)
-    assert float(k3(log_p, log_q)) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
-
-
 def test_the_factor_is_the_root_or_the_share_itself_and_never_above_one() -> None:
     assert ess_scale(0.25, base=1.0, rule="sqrt") == 0.5
     assert ess_scale(0.25, base=0.5, rule="linear") == 0.5
     assert ess_scale(0.1, base=0.4, rule="sqrt") == pytest.approx(0.5)
     assert ess_scale(0.9, base=0.55, rule="sqrt") == ess_scale(0.9, base=0.55, rule="linear") == 1.0
+
+
+SAMPLED = torch.tensor([-1.0, -0.5, -2.0, -3.0, -1.0, -4.0], dtype=torch.float64)
+TEACHER = SAMPLED + torch.tensor([1.0, -2.0, 0.5, 0.25, -0.5, 3.0], dtype=torch.float64)
+SEQUENCES = torch.tensor([0, 0, 0, 2, 3, 3])
+"""Four sequences; the second one has no token."""
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "discount", "expected"),
+    [
+        (1.0, 0.0, [1.0, -2.0, 0.5, 0.25, -0.5, 3.0]),
+        # 0.5 * 0.5 = 0.25 reaches the second token, and half of -2 + 0.25 the first.
+        (1.0, 0.5, [0.125, -1.75, 0.5, 0.25, 1.0, 3.0]),
+        (2.0, 1.0, [-1.0, -3.0, 1.0, 0.5, 5.0, 6.0]),
+    ],
+)
+def test_a_token_has_the_log_ratios_from_itself_on(coefficient: float, discount: float, expected: list[float]) -> None:
+    got = reverse_kl_advantages(TEACHER, SAMPLED, SEQUENCES, 4, coefficient=coefficient, discount=discount)
+    assert got.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_token_that_the_teacher_rules_out_has_a_bounded_advantage() -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    got = reverse_kl_advantages(SAMPLED[:1] - 9000, SAMPLED[:1], one, 1, coefficient=0.5, discount=0.0)
+    assert got.tolist() == [-10.0]
