@@ -139,18 +139,3 @@ def test_services_without_a_shared_run_folder_are_told_what_they_must_share(tmp_
 def test_a_folder_that_nobody_can_create_is_a_wrong_setting_and_no_crash_to_retry(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/proc/rollmesh/checkpoints"):
         open_checkpoints(run_in(tmp_path, checkpoints={"folder": "/proc/rollmesh/checkpoints"}))
-
-
-@pytest.mark.parametrize(
-    ("section", "text"),
-    [
-        ({"folder": "ftp://host/x"}, "checkpoints.folder=ftp://host/x: expected a folder, or one of s3://, gs://"),
-        ({"object_store": {"endpoint_url": "http://a"}}, "checkpoints.object_store is for object stores only"),
-        ({"folder": "s3://b", "object_store": {"secret": "x"}}, "credentials do not belong in a run file"),
-    ],
-)
-def test_a_location_that_cannot_be_is_refused_with_the_reason(
-    tmp_path: Path, section: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ValueError, match=text):
-        run_in(tmp_path, checkpoints=section)

@@ -75,12 +75,6 @@ def longer(group, records):
 def rewards_only(group, records):
     return [0.0 for _ in group.members]
 
-def no_records(group):
-    return None
-
-def takes_three(draw, prompts, history):
-    return 0
-
 def gives(draw, prompts, history, train_step, *, result):
     return {}["math"] if result == "error" else result
 
@@ -92,8 +86,6 @@ def falling(train_step):
 
 def fraction(train_step):
     return 0.5
-
-constant = 3
 """
 
 
@@ -143,9 +135,6 @@ def test_a_shaper_and_a_budget_get_their_options_and_a_budget_is_capped() -> Non
         (lambda: load_planner("own:Planner", {"most": 1}), r"planner_options: own:Planner rejects {'most': 1}"),
         (lambda: load_planner("own:OnlyFirst", {}), r"planner: own:OnlyFirst needs a method next\(group\)"),
         (lambda: load_planner("own:OtherFirst", {}), r"planner: own:OtherFirst needs a method first\(seen, g"),
-        (lambda: load_shaper("own:no_records", {}), "group_shaper: own:no_records cannot be called as f"),
-        (lambda: sampler("own:takes_three"), "sampler: own:takes_three cannot be called as f"),
-        (lambda: sampler("own:constant"), "sampler: own:constant must be a plain function of .draw, prompts, history"),
         (lambda: turns("own:falling", {}), "turn_budget=own:falling: returned 0; .* above 0 .train step 3"),
         (lambda: turns("own:fraction", {}), "turn_budget=own:fraction: returned 0.5; .*train step 0"),
     ],

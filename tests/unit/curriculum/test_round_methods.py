@@ -226,17 +226,6 @@ def test_a_periodic_budget_equals_the_formula_of_its_source(
     assert abs(found - exact) <= 0.5 + 1e-6
 
 
-@pytest.mark.parametrize("name", ["cosine", "stair_cosine", "stair"])
-@given(low=st.integers(1, 5000), span=st.integers(0, 5000), period=st.integers(2, 700))
-def test_a_periodic_budget_repeats_between_its_bounds_and_reaches_both(
-    name: str, low: int, span: int, period: int
-) -> None:
-    found = budget(name, {"shortest": low, "longest": low + span, "period": 8 * period})
-    values = [found(step) for step in range(8 * period + 1)]
-    assert (min(values), max(values)) == (low, low + span)
-    assert values[0] == values[-1]
-
-
 def test_overlong_penalty_falls_linearly_inside_the_buffer_only() -> None:
     # Budget 16384, buffer 2048: a wrong answer of 15360 tokens, and one at the cap.
     assert [overlong_penalty(n, 16384, 2048) for n in (15360, 16384)] == [-0.5, -1.0]

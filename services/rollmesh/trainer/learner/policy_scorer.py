@@ -67,7 +67,10 @@ class PolicyScorer:
     @classmethod
     def from_policy(cls, policy: VerifiedPolicy, *, device: str = "auto", dtype: torch.dtype = torch.float32) -> Self:
         """Load a published policy in ``dtype``, an adapter above its base; otherwise as ``from_folder``."""
-        return cls(load_published(policy, dtype=dtype, device=pick_device(device)))
+        place = pick_device(device)
+        if policy.base is None:
+            return cls(load_policy_model(policy.folder, dtype=dtype, device=place))
+        return cls(load_adapted(policy.folder, ModelSource(folder=policy.base.folder), dtype=dtype, device=place))
 
     def logprobs(
         self,
@@ -185,13 +188,6 @@ class _Float64(TorchFunctionMode):
 
 
 _DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-
-
-def load_published(policy: VerifiedPolicy, *, dtype: torch.dtype, device: torch.device) -> PolicyModel:
-    """Load a published policy in ``dtype``, its adapter applied. Raises CheckpointError if it does not fit its base."""
-    if policy.base is None:
-        return load_policy_model(policy.folder, dtype=dtype, device=device)
-    return load_adapted(policy.folder, ModelSource(folder=policy.base.folder), dtype=dtype, device=device)
 
 
 def load_adapted(folder: Path, base: ModelSource, *, dtype: torch.dtype, device: torch.device) -> PolicyModel:

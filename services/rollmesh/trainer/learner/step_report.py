@@ -305,16 +305,13 @@ def effective_sample_size(log_ratios: Float64Array, sequence_index: Int64Array) 
 
 def ratio_stats(ratio: Float64Array, clip: npt.NDArray[np.int8]) -> RatioStats:
     """Summarize ratios and clip reasons, [tokens] each. Without tokens mean, min and max are 1 and the rest is 0."""
-    if not len(ratio):
-        return RatioStats(
-            tokens=0, mean=1, std=0, min=1, max=1, clipped_high=0, clipped_low=0, clipped_dual=0, truncated=0
-        )
+    values = ratio if len(ratio) else np.ones(1)
     return RatioStats(
         tokens=len(ratio),
-        mean=float(ratio.mean()),
-        std=float(ratio.std()),
-        min=float(ratio.min()),
-        max=float(ratio.max()),
+        mean=float(values.mean()),
+        std=float(values.std()),
+        min=float(values.min()),
+        max=float(values.max()),
         clipped_high=_mean(clip == ClipReason.HIGH),
         clipped_low=_mean(clip == ClipReason.LOW),
         clipped_dual=_mean(clip == ClipReason.DUAL),

@@ -44,51 +44,47 @@ class RankCoordinator:
 
     def train(self, batch: Batch, settings: StepSettings, replayed: Collection[str] = ()) -> StepReport:
         """Run one train step on all ranks. The report counts ``replayed``, groups of earlier batches, apart."""
-        remembered = sorted(self.catalog.remembered.items())
-        sent = settings.model_dump(mode="json")
-        train_steps = self._order({"do": "train", "remembered": remembered, "settings": sent}, batch)
-        return self.trainer.train(batch, train_steps, settings, replayed)
+        order = {"do": "train", "replayed": list(replayed), "settings": settings.model_dump(mode="json")}
+        report: StepReport = self._order(order | {"remembered": sorted(self.catalog.remembered.items())}, batch)
+        return report
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the gradient of a part of the next batch on all ranks, before the batch is cut."""
-        train_steps = self._order({"do": "accumulate"}, Batch(train_step=0, groups=tuple(groups)))
-        self.trainer.accumulate(groups, train_steps)
+        self._order({"do": "accumulate"}, Batch(train_step=0, groups=tuple(groups)))
 
     def end_stage(self, trajectories: Sequence[Trajectory], kept: Collection[str]) -> int:
         """Record log-probabilities of unfinished trajectories under the current weights, for ``stage_end``."""
         unfinished = Group(group_id="", admission_index=0, trajectories=tuple(trajectories))
-        sent = Batch(train_step=0, groups=(unfinished,))
-        train_steps = self._order({"do": "end_stage", "kept": sorted(kept)}, sent)
-        return self.trainer.end_stage(trajectories, train_steps, kept)
+        recorded: int = self._order(
+            {"do": "end_stage", "kept": sorted(kept)}, Batch(train_step=0, groups=(unfinished,))
+        )
+        return recorded
 
     def save(self, session: str, rollback_count: int, extra: Mapping[str, Any]) -> CommittedState:
         """Commit the trainer state. Raises CheckpointError."""
         order = {"do": "save", "session": session, "rollback_count": rollback_count}
-        order["extra"] = dict(extra) | self.trainer.state_extra()
-        self._order(order)
-        return self._save(order)
+        state: CommittedState = self._order(order | {"extra": dict(extra) | self.trainer.state_extra()})
+        return state
 
     def load(self, state: CommittedState) -> Mapping[str, Any]:
         """Load a committed state and return its ``extra``. On CheckpointError the weights are unchanged."""
-        self._order({"do": "load", "folder": state.folder.name})
+        self._send({"do": "load", "folder": state.folder.name})
         return self._load(state)
 
     def take_weights(self, policy_version: int) -> None:
         """Load the weights of a published policy; reset moments and stage records. CheckpointError if not kept."""
         self._kept_folder(policy_version)
         self._order({"do": "take_weights", "policy_version": policy_version})
-        self.trainer.take_weights(self._kept_folder(policy_version))
 
     def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
         """Score sequences with the current weights (``PolicyTrainer.logprobs``)."""
-        self._order({"do": "score", "sequences": [s.tolist() for s in sequences]})
-        return self.trainer.logprobs(sequences)
+        scores: list[Float32Array] = self._order({"do": "score", "sequences": [s.tolist() for s in sequences]})
+        return scores
 
     def copy_out(self, policy_version: int) -> PolicyCopy:
         """Copy the weights to publish as this version to host memory (``PolicyTrainer.copy_out``)."""
-        base = policy_version == BASE_VERSION
-        self._order({"do": "copy_out", "base": base})
-        return self.trainer.copy_out(base=base)
+        copied: PolicyCopy = self._order({"do": "copy_out", "base": policy_version == BASE_VERSION})
+        return copied
 
     def base_of(self, policy_version: int) -> BasePolicy | None:
         """Return the base that this version is published above; None for full weights. Raises CheckpointError."""
@@ -100,11 +96,11 @@ class RankCoordinator:
 
     def idle(self) -> None:
         """Send an order without work: the wait of the other ranks for the next order is limited."""
-        self._order({"do": "idle"})
+        self._send({"do": "idle"})
 
     def dismiss(self, unfinished: str = "") -> None:
         """End ``follow`` on the other ranks, which returns ``unfinished`` there."""
-        self._order({"do": "leave", "unfinished": unfinished})
+        self._send({"do": "leave", "unfinished": unfinished})
 
     def follow(self) -> str:
         """Carry out the orders of rank 0 until the order ``leave``; return the work that a shutdown left.
@@ -116,40 +112,47 @@ class RankCoordinator:
             self.catalog.update(PolicyRecord(**record) for record in order["policies"])
             step = order["batch_of_step"]
             groups = () if step is None else tuple(decode_groups(broadcast_bytes(None, self.world)))
-            self._carry_out(order, Batch(train_step=step or 0, groups=groups))
+            try:
+                self._carry_out(order, Batch(train_step=step or 0, groups=groups), self.catalog.train_steps)
+            except CheckpointError as error:
+                if order["do"] != "save" or error.reason != Reason.DISK_FULL:
+                    raise
+                # All ranks fail together, and rank 0 repeats the order later.
+                get_logger("ranks").warning("state_not_saved", rank=self.world.rank, message=str(error))
         return str(order["unfinished"])
 
-    def _carry_out(self, order: Order, batch: Batch) -> None:
+    def _carry_out(self, order: Order, batch: Batch, train_steps: Mapping[int, int]) -> Any:
+        """Carry out an order on this rank; return what it gives."""
         match order["do"]:
             case "train":
                 self.catalog.remember(dict(order["remembered"]))
-                self.trainer.train(batch, self.catalog.train_steps, StepSettings(**order["settings"]))
+                settings = StepSettings.model_validate(order["settings"])
+                return self.trainer.train(batch, self.catalog.train_steps, settings, order["replayed"])
             case "accumulate":
-                self.trainer.accumulate(batch.groups, self.catalog.train_steps)
+                return self.trainer.accumulate(batch.groups, train_steps)
             case "end_stage":
                 unfinished = [t for g in batch.groups for t in g.trajectories]
-                self.trainer.end_stage(unfinished, self.catalog.train_steps, order["kept"])
+                return self.trainer.end_stage(unfinished, train_steps, order["kept"])
             case "save":
-                try:
-                    self._save(order)
-                except CheckpointError as error:
-                    if error.reason != Reason.DISK_FULL:  # all ranks fail together, and rank 0 repeats the order later
-                        raise
-                    get_logger("ranks").warning("state_not_saved", rank=self.world.rank, message=str(error))
+                return self._save(order)
             case "load":
-                self._load(self._find(order["folder"]))
+                return self._load(self._find(order["folder"]))
             case "take_weights":
-                self.trainer.take_weights(self._kept_folder(order["policy_version"]))
+                return self.trainer.take_weights(self._kept_folder(order["policy_version"]))
             case "score":
-                self.trainer.logprobs([np.array(ids, np.int32) for ids in order["sequences"]])
+                return self.trainer.logprobs([np.array(ids, np.int32) for ids in order["sequences"]])
             case "copy_out":
-                self.trainer.copy_out(base=order["base"])
+                return self.trainer.copy_out(base=order["base"])
             case "idle":
-                pass
-            case unknown:
-                raise ValueError(f"unknown order {unknown!r}")
+                return None
+        raise ValueError(f"unknown order {order['do']!r}")
 
-    def _order(self, order: Order, batch: Batch | None = None) -> Mapping[int, int]:
+    def _order(self, order: Order, batch: Batch | None = None) -> Any:
+        """Let every rank carry out an order; return what it gives on this one."""
+        train_steps = self._send(order, batch)
+        return self._carry_out(order, batch or Batch(train_step=0, groups=()), train_steps)
+
+    def _send(self, order: Order, batch: Batch | None = None) -> Mapping[int, int]:
         """Send an order with the new policies; return the train steps of all, of one moment as announcements go on."""
         records, train_steps = self.catalog.snapshot()
         if self.world.size > 1:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rollmesh.checkpoints.durable import disk_full_error, full_disk
 from rollmesh.config import RunConfig
@@ -164,20 +165,39 @@ def sample_completions(batch: Batch, count: int, decode: Decode) -> list[dict[st
     ]
 
 
-class Tracker(Protocol):
-    """A destination of numbers by train step."""
+class Tracker(ABC):
+    """A destination of numbers by train step. Its failures are logged, not raised: metrics.jsonl has every number."""
+
+    name: str
 
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
         """Record the numbers of one step. A replayed step is recorded again."""
+        with self._logged(train_step=train_step):
+            self._record(train_step, numbers)
 
     def close(self) -> None:
         """Flush and close the tracker."""
+        with self._logged():
+            self._close()
+
+    @contextmanager
+    def _logged(self, **fields: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # any error of the tracker's client
+            get_logger("trackers").error("tracker_failed", tracker=self.name, message=repr(error), **fields)
+
+    @abstractmethod
+    def _record(self, train_step: int, numbers: Mapping[str, float]) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
 
 
 def build_trackers(config: RunConfig) -> list[Tracker]:
     """Build the trackers of ``telemetry.trackers``; raise ConfigError with the name of an extra that is missing."""
     makers: dict[str, Callable[[RunConfig], Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
-    return [_OptionalTracker(name, makers[name](config)) for name in dict.fromkeys(config.telemetry.trackers)]
+    return [makers[name](config) for name in dict.fromkeys(config.telemetry.trackers)]
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -191,32 +211,10 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return numbers
 
 
-class _OptionalTracker:
-    """A tracker whose failures are logged and not raised: metrics.jsonl has every number."""
-
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self._name = name
-        self._tracker = tracker
-        self._log = get_logger("trackers")
-
-    def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
-        with self._logged(train_step=train_step):
-            self._tracker.log(train_step, numbers)
-
-    def close(self) -> None:
-        with self._logged():
-            self._tracker.close()
-
-    @contextmanager
-    def _logged(self, **fields: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # any error of the tracker's client
-            self._log.error("tracker_failed", tracker=self._name, message=repr(error), **fields)
-
-
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Event files in ``<run folder>/tensorboard``."""
+
+    name = "tensorboard"
 
     def __init__(self, config: RunConfig) -> None:
         try:
@@ -232,27 +230,29 @@ class TensorBoardTracker:
         except TypeError as error:
             raise ConfigError(f"telemetry.tracker_options.tensorboard: {error}") from error
         except OSError as error:  # for example a full disk; the next step retries
-            get_logger("trackers").error("tracker_failed", tracker="tensorboard", message=repr(error))
+            get_logger("trackers").error("tracker_failed", tracker=self.name, message=repr(error))
 
-    def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
-        """Record the numbers of one step. After a failed write the next step starts a new file."""
+    def _record(self, train_step: int, numbers: Mapping[str, float]) -> None:
+        # After a failed write the next step starts a new file.
         writer, self._writer = self._writer or self._open(), None
         for name, value in numbers.items():
             writer.add_scalar(name, value, train_step)
         writer.flush()
         self._writer = writer
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A Weights & Biases run with the name of this run; ``tracker_options.wandb`` is passed to ``wandb.init``.
 
     Continuing the run continues the W&B run. The x-axis is ``train_step``: W&B's own steps only increase, and W&B drops
     numbers for an older step, which a resumed or rolled back trainer would log.
     """
+
+    name = "wandb"
 
     def __init__(self, config: RunConfig) -> None:
         try:
@@ -286,12 +286,11 @@ class WandbTracker:
             "wandb_run", id=self._run.id, folder=self._run.dir, url="" if self._run.offline else self._run.url
         )
 
-    def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
+    def _record(self, train_step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({"train_step": train_step, **numbers})
 
-    def close(self) -> None:
-        """Upload the remaining data."""
-        self._run.finish()
+    def _close(self) -> None:
+        self._run.finish()  # it uploads the remaining data
 
 
 def _missing(extra: str) -> ConfigError:

@@ -101,35 +101,6 @@ def test_a_gradient_pass_with_dropout_is_not_compared_with_the_engine(make_model
     assert dropped.logprob_gap_pure.tokens == dropped.logprob_gap_mixed_cache.tokens == 0
 
 
-def test_a_state_continues_bit_for_bit(make_model: ModelMaker) -> None:
-    whole, first = (trained(make(make_model("qwen2"))) for _ in range(2))
-    second = make(make_model("qwen2"))
-    extra = first.state_extra()
-    filled = second.tensors_to_fill(extra)
-    for name, tensor in filled.items():
-        tensor.copy_(first.state_tensors()[name])
-    second.restore_extra(extra, filled)
-    assert same(trained(whole).state_tensors(), trained(second).state_tensors())
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "message"),
-    [
-        (None, ADAPTER, r"model\.adapter=rank 4, .*: this run was trained with null \(full weights\); set"),
-        (ADAPTER, None, r"model\.adapter=null \(full weights\): this run was trained with rank 4, alpha 8"),
-        (ADAPTER, AdapterConfig(rank=8, alpha=8), "model.adapter=rank 8, .* trained with rank 4"),
-        (ADAPTER, AdapterConfig(rank=4, alpha=9), "alpha 9.* trained with rank 4, alpha 8"),
-        (ADAPTER, AdapterConfig(rank=4, alpha=8, target=("q_proj",)), r"target \['q_proj'\]: this run"),
-    ],
-)
-def test_a_state_of_other_trained_weights_is_refused(
-    make_model: ModelMaker, before: AdapterConfig | None, now: AdapterConfig | None, message: str
-) -> None:
-    extra = make(make_model("qwen2"), before).state_extra()
-    with pytest.raises(ConfigError, match=message):
-        make(make_model("qwen2"), now).tensors_to_fill(extra)
-
-
 def test_all_linear_by_name_is_the_same_adapter(make_model: ModelMaker) -> None:
     names = ("v_proj", "q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     named = make(make_model("qwen2"), AdapterConfig(rank=4, alpha=8, target=names))

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
-from rollmesh.errors import DataError
 from rollmesh.kept_sets import choose_sets, pair_sets, slice_sets
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.token_scores import CHUNK_LOGITS, score_tokens
@@ -163,13 +162,3 @@ def test_entropy_and_the_kl_to_a_reference_are_over_the_kept_sets(make_model: Mo
     kl = sum(math.exp(d) - 1 - d for d in differences) / len(now)
     assert kl > 1e-4 and report.policy.kl_reference == pytest.approx(kl, rel=1e-5)
     assert report.policy.entropy == pytest.approx(sum(entropy for _, entropy in now) / len(now), rel=1e-6)
-
-
-def test_a_kept_set_without_its_token_is_refused_by_name(make_model: ModelMaker) -> None:
-    segment = policy_segment(np.random.default_rng(0), 2)
-    other = [(int(token) + 1) % VOCAB for token in segment.token_ids]
-    batch = batch_of([trajectory("g0.0", [replace(segment, kept_sets=sets_of([[], other[1:]]))])])
-    with pytest.raises(
-        DataError, match=r"trajectory g0\.0, policy_version 0: kept_sets: set 1 has 1 ids, but not that of its token"
-    ):
-        PolicyTrainer(make_model("qwen2"), TrainerConfig()).train(batch, VERSIONS)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollmesh.config.loss_methods import LOSSES
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.distributed import World
 from rollmesh.trainer.learner.forward_backward import (
@@ -27,13 +27,11 @@ from rollmesh.trainer.learner.method_binding import loss_recipe
 from rollmesh.trainer.learner.packed_attention import PackedLayout, packed_attention
 from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
 from rollmesh.trainer.learner.policy_scorer import _Float64
-from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.prefix_tree import prefix_tree
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
 from rollmesh.types import Int32Array
 
 from ....kit.made_batches import VOCAB, batch_of, forked_groups, policy_segment, trajectory, with_kept_sets
-from ....kit.trainer_reference import largest_difference
 from .conftest import VERSIONS, ModelMaker
 from .test_packing import OTHERS, alone
 
@@ -143,24 +141,6 @@ def test_a_model_that_ignores_positions_shares_nothing_and_is_refused_by_name_wh
     assert PLAIN.sharing(model, "auto", 64).least_saved is None
     with pytest.raises(ConfigError, match=r"trainer\.share_prefixes=true: LlamaForCausalLM ignores the positions"):
         PLAIN.sharing(model, True, 64)
-
-
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"minibatches": 2}])
-def test_train_steps_end_with_the_weights_of_plain_ones(
-    make_model: ModelMaker, settings: dict[str, bool | int]
-) -> None:
-    weights, tokens = [], {}
-    folder = make_model(config=OTHERS["learned positions and dropout"])  # its norms compute in float64
-    for share in (False, True):
-        config = TrainerConfig.model_validate({"learning_rate": 1e-2, "share_prefixes": share, **settings})
-        trainer = PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64)
-        for step in (1, 2):
-            tokens[share, step] = trainer.train(
-                batch_of(*forked_groups(step), train_step=step), VERSIONS
-            ).forward_tokens
-        weights.append({k: v for k, v in trainer.state_tensors().items() if k.startswith("model.")})
-    assert tokens[True, 2] < 0.8 * tokens[False, 2]
-    assert largest_difference(*weights) < 1e-10
 
 
 def attention_of(sequence: torch.Tensor, window: int | None, softcap: float | None) -> torch.Tensor:

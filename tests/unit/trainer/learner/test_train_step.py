@@ -180,22 +180,6 @@ def test_a_replayed_step_gives_the_same_weights_bit_for_bit(make_model: ModelMak
     assert largest_difference(*results) == 0
 
 
-def test_state_filled_into_a_fresh_trainer_continues_the_same_run(make_model: ModelMaker, tmp_path: Path) -> None:
-    batches = [random_batch(step, train_step=step) for step in (1, 2, 3)]
-    steady = exact_trainer(make_model("qwen2"))
-    for batch in batches:
-        steady.train(batch, VERSIONS)
-    first = exact_trainer(make_model("qwen2"))
-    for batch in batches[:2]:
-        first.train(batch, VERSIONS)
-    second = exact_trainer(make_model("qwen2", seed=5))
-    for name, tensor in second.state_tensors().items():
-        tensor.copy_(first.state_tensors()[name])
-    second.restore_extra(json.loads(json.dumps(first.state_extra())))
-    second.train(batches[2], VERSIONS)
-    assert largest_difference(exported(steady, tmp_path / "steady"), exported(second, tmp_path / "second")) == 0
-
-
 def test_the_report_is_plain_json(make_model: ModelMaker) -> None:
     report = exact_trainer(make_model("qwen2")).train(random_batch(2, train_step=1), {0: 0})
     again = json.loads(json.dumps(report.to_json(), allow_nan=False))

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from rollmesh.config.old_logprob_methods import EwmaOptions
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
@@ -109,22 +107,6 @@ def test_trajectories_that_are_skipped_without_an_advantage_count_as_active(make
         assert not any(report.average_reset for report in reports)
 
 
-def test_a_saved_average_continues_bit_by_bit(make_model: ModelMaker) -> None:
-    folder = make_model("qwen2")
-    whole, first, second = make(folder), make(folder), make(folder)
-    for step in (1, 2):
-        whole.train(batch(step), VERSIONS)
-        first.train(batch(step), VERSIONS)
-    extra = first.state_extra()
-    target = second.tensors_to_fill(extra)
-    for name, tensor in first.state_tensors().items():
-        target[name].copy_(tensor)
-    second.restore_extra(extra, target)
-    for step in (3, 4):
-        assert whole.train(batch(step), VERSIONS).loss == second.train(batch(step), VERSIONS).loss
-    assert all(torch.equal(a, b) for a, b in zip(*(t.state_tensors().values() for t in (whole, second)), strict=True))
-
-
 def test_a_rollback_begins_the_average_again(make_model: ModelMaker) -> None:
     trainer = make(make_model("qwen2"))
     for step in (1, 2):
@@ -143,15 +125,6 @@ def test_a_step_with_another_source_drops_the_average(make_model: ModelMaker) ->
     other = settings.model_copy(update={"recipe": settings.recipe.model_copy(update={"algorithm": algorithm})})
     trainer.train(batch(2), VERSIONS, other)
     assert average(trainer) == {} and "ewma_weight" not in trainer.state_extra()
-
-
-def test_beta_follows_from_the_window_and_bad_options_are_refused() -> None:
-    assert EwmaOptions(window=2).beta == 0.5
-    for options in ({"window": 0}, {"reset_below": 1.1}, {"beta": 0.5}):
-        with pytest.raises(ValidationError, match="old_logprobs_options"):
-            AlgorithmConfig(old_logprobs="ewma", old_logprobs_options=options)
-    with pytest.raises(ValidationError, match="window belongs to ewma"):
-        AlgorithmConfig(old_logprobs="recompute", old_logprobs_options={"window": 2})
 
 
 def _all_one(report: StepReport) -> bool:
