@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 FloatArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]

@@ -7,13 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from rollmesh.prompt_history import PromptRecord, domain_record
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
+from rollmesh.types import BoolArray, Float64Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ import numpy as np
 
 from rollmesh.config.curriculum import CurriculumConfig
 from rollmesh.config.sampler_methods import ORDER, SAMPLERS
-from rollmesh.curriculum.prompt_tables import Draw, Float64Array, History, Int64Array, PromptTable
+from rollmesh.curriculum.prompt_tables import Draw, History, PromptTable
 from rollmesh.errors import DataError
+from rollmesh.types import Float64Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from rollmesh.sft.chats import ChatTokens
 from rollmesh.tasks.sources.rows import Row, epoch_order
 from rollmesh.tasks.sources.tables import open_file
 from rollmesh.text import Tokenizer
-from rollmesh.trainer.learner.train_batch import Int64Array, TokenBatch
-from rollmesh.types import BoolArray, Int32Array
+from rollmesh.trainer.learner.train_batch import TokenBatch
+from rollmesh.types import BoolArray, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)

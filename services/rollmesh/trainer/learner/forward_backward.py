@@ -22,8 +22,8 @@ from rollmesh.trainer.learner.packing_check import shares_prefixes
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.prefix_tree import prefix_bins
 from rollmesh.trainer.learner.teacher_scores import TeacherScores
-from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TokenBatch, TrainBatch
-from rollmesh.types import Float32Array, FloatArray, Int32Array, KeptSets
+from rollmesh.trainer.learner.train_batch import TokenBatch, TrainBatch
+from rollmesh.types import Float32Array, Float64Array, FloatArray, Int32Array, Int64Array, KeptSets
 
 _LEAST_SAVED: Mapping[bool | str, int | None] = {"auto": 96, True: 1, False: None}
 """Tokens that a fork saves at least, by ``trainer.share_prefixes``. A fork costs as much as 50 to 90 of them."""

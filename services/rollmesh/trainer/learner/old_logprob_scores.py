@@ -15,8 +15,8 @@ from rollmesh.kept_sets import trajectory_sets
 from rollmesh.trainer.learner.forward_backward import Compute, score_batch, score_sequences
 from rollmesh.trainer.learner.frozen_policies import PolicyVersions, WeightAverage
 from rollmesh.trainer.learner.policy_model import PolicyModel
-from rollmesh.trainer.learner.train_batch import NO_VERSION, Float64Array, TrainBatch
-from rollmesh.types import BoolArray, Float32Array, Int32Array, Trajectory
+from rollmesh.trainer.learner.train_batch import NO_VERSION, TrainBatch
+from rollmesh.types import BoolArray, Float32Array, Float64Array, Int32Array, Trajectory
 
 
 @dataclass(eq=False)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rollmesh.kept_sets import join_sets, pair_sets
 from rollmesh.trainer.learner.packed_attention import PackedLayout
-from rollmesh.trainer.learner.prefix_tree import Int64Array, prefix_tree
+from rollmesh.trainer.learner.prefix_tree import prefix_tree
 from rollmesh.trainer.learner.train_batch import TokenBatch
-from rollmesh.types import Int32Array, KeptSets
+from rollmesh.types import Int32Array, Int64Array, KeptSets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

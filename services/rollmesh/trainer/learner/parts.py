@@ -19,9 +19,9 @@ from torch import Tensor
 from rollmesh.algorithms.ratios import OldLogprobs
 from rollmesh.checkpoints.batches import StepSettings, encode_groups
 from rollmesh.trainer.learner.forward_backward import GradientPass, accumulate_gradient
-from rollmesh.trainer.learner.train_batch import Int64Array, TrainBatch
+from rollmesh.trainer.learner.train_batch import TrainBatch
 from rollmesh.trainer.learner.train_step import StepInputs, StepPlan, StepRunner, Update, token_columns
-from rollmesh.types import Batch, Group
+from rollmesh.types import Batch, Group, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

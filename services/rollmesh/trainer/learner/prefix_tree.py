@@ -8,11 +8,8 @@ from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 
-from rollmesh.types import Int32Array
-
-Int64Array = npt.NDArray[np.int64]
+from rollmesh.types import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from rollmesh.algorithms.losses import ClipReason
 from rollmesh.algorithms.ratios import k1, k3
 from rollmesh.trainer.learner.teacher_scores import TeacherScores
-from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
-from rollmesh.types import BoolArray, Float32Array
+from rollmesh.trainer.learner.train_batch import TrainBatch
+from rollmesh.types import BoolArray, Float32Array, Float64Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

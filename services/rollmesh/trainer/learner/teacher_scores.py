@@ -12,9 +12,7 @@ import torch
 
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.token_scores import TopTokens
-from rollmesh.types import BoolArray, Float32Array, Float64Array, Int32Array, TeacherColumn, Trajectory
-
-Int64Array = npt.NDArray[np.int64]
+from rollmesh.types import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array, TeacherColumn, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

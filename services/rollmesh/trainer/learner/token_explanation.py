@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from rollmesh.algorithms.losses import TokenLoss
-from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
+from rollmesh.trainer.learner.train_batch import TrainBatch
+from rollmesh.types import Float64Array, Int64Array
 
 _CLIP_WORDS = ("trained", "clipped_high", "clipped_low", "clipped_dual", "weight_truncated")
 """By ``ClipReason``."""

@@ -16,10 +16,18 @@ from rollmesh.errors import DataError
 from rollmesh.kept_sets import check_sets, choose_sets, join_sets, trajectory_sets
 from rollmesh.trainer.learner.credit import units_of
 from rollmesh.trainer.learner.teacher_scores import TeacherScores, teacher_scores
-from rollmesh.types import Batch, BoolArray, FinishReason, Float32Array, Int32Array, KeptSets, SegmentSource, Trajectory
-
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
+from rollmesh.types import (
+    Batch,
+    BoolArray,
+    FinishReason,
+    Float32Array,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    KeptSets,
+    SegmentSource,
+    Trajectory,
+)
 
 _TRAJECTORY_COLUMNS = (
     "group_index", "prompt_lengths", "rewards", "outcome_values", "truncated", "passed",

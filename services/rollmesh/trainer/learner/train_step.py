@@ -36,15 +36,8 @@ from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, curren
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_state import apply_update
 from rollmesh.trainer.learner.step_report import TokenResults, effective_sample_size
-from rollmesh.trainer.learner.train_batch import (
-    Float64Array,
-    Int64Array,
-    TrainBatch,
-    build_train_batch,
-    split_minibatches,
-    trajectory_columns,
-)
-from rollmesh.types import Batch, BoolArray
+from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, split_minibatches, trajectory_columns
+from rollmesh.types import Batch, BoolArray, Float64Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
