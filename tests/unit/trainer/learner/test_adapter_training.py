@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,35 +14,20 @@ from safetensors.torch import load_file
 
 from rollmesh.algorithms.ratios import k3
 from rollmesh.config.model import AdapterConfig
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
 from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory
-from .conftest import IDS, VERSIONS, ModelMaker, response_scores
+from .conftest import IDS, VERSIONS, ModelMaker, make_trainer, response_scores, trained
 
 ADAPTER = AdapterConfig(rank=4, alpha=8)
 
 
-def make(
-    folder: Path,
-    adapter: AdapterConfig | None = ADAPTER,
-    folders: Mapping[int, Path] = MappingProxyType({}),
-    *,
-    dtype: str = "float32",
-    **fields: Any,
-) -> PolicyTrainer:
-    algorithm = AlgorithmConfig(**fields.pop("algorithm", {}))
-    config = TrainerConfig(**{"learning_rate": 3e-2, **fields}, algorithm=algorithm)
-    return PolicyTrainer(folder, config, adapter=adapter, dtype=dtype, policy_folder=folders.get)
-
-
-def trained(trainer: PolicyTrainer, steps: int = 2) -> PolicyTrainer:
-    for step in range(trainer.train_step + 1, trainer.train_step + 1 + steps):
-        trainer.train(random_batch(step, train_step=step), VERSIONS)
-    return trainer
+def make(folder: Path, adapter: AdapterConfig | None = ADAPTER, **options: Any) -> PolicyTrainer:
+    return make_trainer(folder, adapter, learning_rate=3e-2, **options)
 
 
 def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
@@ -156,7 +140,7 @@ def one_model_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_reference_is_scored_in_the_policy_model(
     make_model: ModelMaker, versions: dict[int, Path], monkeypatch: pytest.MonkeyPatch, reference: int
 ) -> None:
-    trainer = make(versions[0], folders=versions, algorithm={"kl_coefficient": 0.1, "kl_reference_version": reference})
+    trainer = make(versions[0], kept=versions, algorithm={"kl_coefficient": 0.1, "kl_reference_version": reference})
     trainer.take_weights(versions[2])
     trainer.restore_extra({"train_step": 2})
     expected = make(versions[0])
@@ -175,7 +159,7 @@ def test_the_reference_is_scored_in_the_policy_model(
 def test_snapshots_are_scored_in_the_policy_model(
     make_model: ModelMaker, versions: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make(versions[0], folders=versions, algorithm={"old_logprobs": "snapshot"})
+    trainer = make(versions[0], kept=versions, algorithm={"old_logprobs": "snapshot"})
     trainer.take_weights(versions[2])
     trainer.restore_extra({"train_step": 2})
     batch, before = mixed_batch(3), weights(trainer)

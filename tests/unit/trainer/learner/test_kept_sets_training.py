@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.kept_sets import choose_sets, pair_sets, slice_sets
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.trainer.learner.token_scores import CHUNK_LOGITS, score_tokens
 from rollmesh.types import SegmentSource, Trajectory
 
 from ....kit.made_batches import VOCAB, batch_of, policy_segment, random_batch, sets_of, trajectory, with_kept_sets
-from .conftest import VERSIONS, ModelMaker
+from .conftest import VERSIONS, ModelMaker, make_trainer
 
 SETS = st.lists(st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB).map(sorted), min_size=1, max_size=12)
 
@@ -124,10 +123,7 @@ MEMBERS = {t.trajectory_id: t for group in BATCH.groups for t in group.trajector
 
 def trained_once(folder: Path, out: Path, **algorithm: object) -> PolicyTrainer:
     """A trainer after one step, whose first stage has recorded ``BATCH``; its weights are exported to ``out``."""
-    config = TrainerConfig(learning_rate=1e-2, algorithm=AlgorithmConfig(**algorithm))
-    trainer = PolicyTrainer(
-        folder, config, dtype="float64", compute_dtype=torch.float64, policy_folder=lambda _: folder
-    )
+    trainer = make_trainer(folder, exact=True, kept={0: folder}, algorithm=algorithm)
     unfinished = [replace(t, finish_reason=None) for t in MEMBERS.values()]
     trainer.end_stage(unfinished, VERSIONS)
     rng = np.random.default_rng(0)

@@ -22,7 +22,7 @@ from rollmesh.trainer.learner.token_explanation import TokenExplanation
 from rollmesh.types import Batch, Trajectory
 
 from ....kit.made_batches import batch_of, policy_segment, trajectory
-from .conftest import ModelMaker, response_scores
+from .conftest import ModelMaker, make_trainer, response_scores
 
 VERSIONS = {0: 0, 1: 1, 2: 2}
 
@@ -35,12 +35,9 @@ class Run:
     batch: Batch
 
     def trainer(self, source: str, *, kept: tuple[int, ...] = (0, 1, 2), **fields: Any) -> PolicyTrainer:
-        algorithm = AlgorithmConfig(old_logprobs=source, **fields.pop("algorithm", {}))
-        trainer = PolicyTrainer(
-            self.folders[2],
-            TrainerConfig(**{"learning_rate": 1e-3, **fields}, algorithm=algorithm),
-            policy_folder=lambda version: self.folders[version] if version in kept else None,
-        )
+        algorithm = {"old_logprobs": source, **fields.pop("algorithm", {})}
+        found = {version: self.folders[version] for version in kept}
+        trainer = make_trainer(self.folders[2], kept=found, algorithm=algorithm, **{"learning_rate": 1e-3, **fields})
         trainer.restore_extra({"train_step": 2})
         return trainer
 

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollmesh.config.teachers import TeacherObjective
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
 from ....kit.made_batches import batch_of, forked_groups, random_batch, with_teacher
 from ....kit.trainer_reference import largest_difference
-from .conftest import VERSIONS, ModelMaker, exported
+from .conftest import VERSIONS, ModelMaker, exported, make_trainer
 
 BATCH = random_batch(11, groups=5, train_step=3, versions=3)
 BATCH = batch_of(*(list(g.trajectories) for g in BATCH.groups), *forked_groups(3), train_step=3)
@@ -28,15 +26,8 @@ BATCH = with_teacher(BATCH, 1, top_k=3)
 def trainer_at_step_two(
     folder: Path, dtype: torch.dtype, *, share_prefixes: bool = True, **algorithm: Any
 ) -> PolicyTrainer:
-    config = TrainerConfig(
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        tokens_per_microbatch=60,
-        share_prefixes=share_prefixes,
-        algorithm=AlgorithmConfig(**algorithm),
-    )
-    name = str(dtype).removeprefix("torch.")
-    trainer = PolicyTrainer(folder, config, dtype=name, compute_dtype=dtype)
+    options = {"max_grad_norm": 0.5, "tokens_per_microbatch": 60, "share_prefixes": share_prefixes}
+    trainer = make_trainer(folder, exact=dtype == torch.float64, algorithm=algorithm, **options)
     trainer.restore_extra({"train_step": 2})
     for module in trainer._model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -62,7 +53,7 @@ def first_moments(trainer: PolicyTrainer) -> torch.Tensor:
         {"aggregation": "sequence_mean_token_mean", "loss": "gspo"},
         {"old_logprobs": "recompute", "loss": "decoupled_ppo"},
         {"kl_coefficient": 0.1, "kl_reference_version": 0},
-        {"teacher": TeacherObjective(reverse_kl_coefficient=1.0, discount=0.5, forward_kl_coefficient=0.5)},
+        {"teacher": {"reverse_kl_coefficient": 1.0, "discount": 0.5, "forward_kl_coefficient": 0.5}},
     ],
 )
 def test_parts_in_any_order_give_the_step_of_the_whole_batch(

@@ -39,20 +39,14 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Float32Array
 
-from ....kit.made_batches import SHAPE, random_batch
-from .conftest import IDS, VERSIONS, ModelMaker
+from ....kit.made_batches import SHAPE
+from .conftest import IDS, ModelMaker, make_trainer, trained
 
 ADAPTERS = {"full": None, "adapter": AdapterConfig(rank=4, alpha=8, dropout=0.3)}
 
 
-def make(folder: Path, kind: str = "full", dtype: str = "float32", **fields: object) -> PolicyTrainer:
-    config = TrainerConfig.model_validate({"learning_rate": 3e-2, **fields})
-    return PolicyTrainer(folder, config, adapter=ADAPTERS[kind], dtype=dtype)
-
-
-def train(trainer: PolicyTrainer, steps: int = 1) -> None:
-    for step in range(trainer.train_step + 1, trainer.train_step + 1 + steps):
-        trainer.train(random_batch(step, train_step=step), VERSIONS)
+def make(folder: Path, kind: str = "full", **options: Any) -> PolicyTrainer:
+    return make_trainer(folder, ADAPTERS[kind], learning_rate=3e-2, **options)
 
 
 def same(left: list[Float32Array], right: list[Float32Array]) -> bool:
@@ -66,15 +60,15 @@ def test_a_copy_scores_as_its_train_step_did_while_later_steps_train(
 ) -> None:
     trainer, alone = (make(make_model("qwen2"), kind, gradient_checkpointing=checkpointing) for _ in range(2))
     for policy in (trainer, alone):
-        train(policy)
+        trained(policy, 1)
     expected = trainer.logprobs(IDS)
     score = trainer.copy_out().score
     assert score is not None
     with ThreadPoolExecutor(1) as pool:
         scoring = pool.submit(lambda: [score(IDS) for _ in range(20)])
-        train(trainer, 5)
+        trained(trainer, 5)
         scores = scoring.result()
-    train(alone, 5)
+    trained(alone, 5)
     assert all(same(found, expected) for found in [*scores, score(IDS)])
     assert not same(trainer.logprobs(IDS), expected), "the later steps changed the weights"
     assert same(trainer.logprobs(IDS), alone.logprobs(IDS)), "scoring changes nothing in training"
@@ -83,9 +77,9 @@ def test_a_copy_scores_as_its_train_step_did_while_later_steps_train(
 @pytest.mark.parametrize("name", ["qwen2", "llama"], ids=["tied head", "head of its own"])
 def test_a_copy_writes_the_weights_that_it_scores(make_model: ModelMaker, tmp_path: Path, name: str) -> None:
     trainer = make(make_model(name))
-    train(trainer)
+    trained(trainer, 1)
     copied = trainer.copy_out()
-    train(trainer)
+    trained(trainer, 1)
     copied.write(tmp_path)
     assert copied.score is not None
     assert same(copied.score(IDS), PolicyScorer.from_folder(tmp_path, device="cpu").logprobs(IDS))

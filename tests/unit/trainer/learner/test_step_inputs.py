@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.policy_model import PolicyModel
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
@@ -20,19 +19,13 @@ from rollmesh.types import Batch
 
 from ....kit.made_batches import random_batch
 from ....kit.trainer_reference import largest_difference, weights_of
-from .conftest import VERSIONS, ModelMaker
+from .conftest import VERSIONS, ModelMaker, make_trainer
 
 
 def trainer_of(folder: Path, reference: Path | None = None, *, minibatches: int = 1, **algorithm: Any) -> PolicyTrainer:
     """A float64 trainer of the policy in ``folder``; version 0 is kept in ``reference``."""
-    config = TrainerConfig(learning_rate=1e-2, minibatches=minibatches, algorithm=AlgorithmConfig(**algorithm))
-    return PolicyTrainer(
-        folder,
-        config,
-        dtype="float64",
-        compute_dtype=torch.float64,
-        policy_folder=lambda version: reference if version == 0 else None,
-    )
+    kept = {} if reference is None else {0: reference}
+    return make_trainer(folder, exact=True, kept=kept, minibatches=minibatches, algorithm=algorithm)
 
 
 def advantages(trainer: PolicyTrainer, batch: Batch) -> dict[str, float]:

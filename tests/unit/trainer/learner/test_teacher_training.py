@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmesh.config.teachers import TeacherObjective
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
@@ -22,7 +20,7 @@ from rollmesh.types import Batch, TeacherColumn, Trajectory
 
 from ....kit.made_batches import batch_of, forked_groups, random_batch, with_teacher
 from ....kit.trainer_reference import ReferenceTrainer, largest_difference
-from .conftest import VERSIONS, ModelMaker, exported
+from .conftest import VERSIONS, ModelMaker, exported, make_trainer
 
 FORKS = batch_of(*forked_groups(5, count=3))
 PLAIN = random_batch(4, groups=3, members=3)
@@ -30,14 +28,8 @@ PLAIN = random_batch(4, groups=3, members=3)
 
 def trainer_of(folder: Path, teacher: dict[str, Any], **algorithm: Any) -> PolicyTrainer:
     """A float64 trainer with this objective; its micro-batches are small and share what begins alike."""
-    objective = TeacherObjective(**teacher)
-    config = TrainerConfig(
-        learning_rate=1e-2,
-        tokens_per_microbatch=60,
-        share_prefixes=True,
-        algorithm=AlgorithmConfig(teacher=objective, **algorithm),
-    )
-    return PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64)
+    objective = {"teacher": teacher, **algorithm}
+    return make_trainer(folder, exact=True, tokens_per_microbatch=60, share_prefixes=True, algorithm=objective)
 
 
 def by_hand(member: Trajectory, coefficient: float, discount: float) -> list[float | None]:
@@ -253,10 +245,9 @@ def test_a_teacher_is_the_reference_of_the_kl_instead_of_a_second_model(make_mod
 
     batch, reports = batch_of(*([scored(t) for t in g.trajectories] for g in PLAIN.groups)), []
     for reference in ("version", "teacher"):
-        algorithm = AlgorithmConfig(kl_coefficient=0.5, kl_reference=reference)
-        config = TrainerConfig(learning_rate=1e-2, algorithm=algorithm)
+        algorithm = {"kl_coefficient": 0.5, "kl_reference": reference}
         kept = {0: other} if reference == "version" else {}
-        trainer = PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64, policy_folder=kept.get)
+        trainer = make_trainer(folder, exact=True, kept=kept, algorithm=algorithm)
         reports.append(trainer.train(batch, VERSIONS))
     pinned, taught = reports
     assert taught.policy.kl_reference == pytest.approx(pinned.policy.kl_reference, rel=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.learner.forward_backward import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.types import Batch, Segment, Trajectory
+from rollmesh.types import Batch, Trajectory
 
 from ....kit.made_batches import (
     batch_of,
@@ -26,16 +26,14 @@ from ....kit.made_batches import (
     with_kept_sets,
 )
 from ....kit.trainer_reference import ReferenceTrainer, largest_difference
-from .conftest import VERSIONS, ModelMaker, exported
+from .conftest import VERSIONS, ModelMaker, exported, make_trainer, trained
 
 RATE = 1e-2
 
 
-def exact_trainer(folder: Path, **overrides: Any) -> PolicyTrainer:
-    keep = {"max_token_staleness": overrides.pop("max_token_staleness", None)}
-    algorithm = AlgorithmConfig(**{"dual_clip": 3.0, **overrides.pop("algorithm", {})})
-    config = TrainerConfig(learning_rate=RATE, max_grad_norm=0.5, algorithm=algorithm, **overrides)
-    return PolicyTrainer(folder, config, dtype="float64", compute_dtype=torch.float64, **keep)
+def exact_trainer(folder: Path, **options: Any) -> PolicyTrainer:
+    algorithm = {"dual_clip": 3.0, **options.pop("algorithm", {})}
+    return make_trainer(folder, exact=True, max_grad_norm=0.5, algorithm=algorithm, **options)
 
 
 def with_own_logprobs(trainer: PolicyTrainer, batch: Batch) -> Batch:
@@ -47,9 +45,8 @@ def with_own_logprobs(trainer: PolicyTrainer, batch: Batch) -> Batch:
         for s in member.segments:
             values = trainer.logprobs([ids], s.temperature)[0][start : start + len(s)]
             start += len(s)
-            known = None if s.behavior_logprobs is None else values
-            segments.append(Segment(**{**{f: getattr(s, f) for f in s.__slots__}, "behavior_logprobs": known}))
-        return Trajectory(**{**{f: getattr(member, f) for f in member.__slots__}, "segments": tuple(segments)})
+            segments.append(replace(s, behavior_logprobs=None if s.behavior_logprobs is None else values))
+        return replace(member, segments=tuple(segments))
 
     return batch_of(*[[own(t) for t in g.trajectories] for g in batch.groups], train_step=batch.train_step)
 
@@ -132,8 +129,7 @@ def test_masked_old_segments_change_the_numerator_only(make_model: ModelMaker, t
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 @pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo", "tis", "gspo", "cispo"])
 def test_on_policy_every_ratio_is_one(make_model: ModelMaker, name: str, loss: str) -> None:
-    config = TrainerConfig(learning_rate=1e-3, algorithm=AlgorithmConfig(loss=loss))
-    trainer = PolicyTrainer(make_model(name), config)
+    trainer = make_trainer(make_model(name), learning_rate=1e-3, algorithm={"loss": loss})
     report = trainer.train(on_policy_batch(make_model(name)), {0: 0})
     assert report.policy.ratio.min == pytest.approx(1, abs=1e-4) and report.policy.ratio.max == pytest.approx(
         1, abs=1e-4
@@ -144,8 +140,7 @@ def test_on_policy_every_ratio_is_one(make_model: ModelMaker, name: str, loss: s
 
 
 def test_minibatches_make_one_update_each_and_only_the_first_is_on_policy(make_model: ModelMaker) -> None:
-    config = TrainerConfig(learning_rate=RATE, minibatches=4)
-    trainer = PolicyTrainer(make_model("qwen2"), config)
+    trainer = make_trainer(make_model("qwen2"), minibatches=4)
     batch = with_own_logprobs(trainer, random_batch(3, members=4))
     report = trainer.train(batch, {0: 0})
     assert report.updates == 4 and report.policy.ratio.max > 1.01
@@ -174,9 +169,7 @@ def test_a_replayed_step_gives_the_same_weights_bit_for_bit(make_model: ModelMak
     results = []
     for run in ("first", "again"):
         trainer = exact_trainer(make_model("llama"), minibatches=2)
-        for step in (1, 2):
-            trainer.train(random_batch(step, train_step=step), VERSIONS)
-        results.append(exported(trainer, tmp_path / run))
+        results.append(exported(trained(trainer), tmp_path / run))
     assert largest_difference(*results) == 0
 
 

@@ -18,14 +18,12 @@ from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.types import Batch
 
 from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory
-from .conftest import VERSIONS, ModelMaker, response_scores
+from .conftest import VERSIONS, ModelMaker, make_trainer, response_scores
 
 
-def make(folder: Path, reset_below: float = 0.0, rate: float = 3e-2, **algorithm: Any) -> PolicyTrainer:
-    options = {"window": 3, "reset_below": reset_below}
-    chosen = {"loss": "decoupled_ppo"} | algorithm
-    config = AlgorithmConfig(old_logprobs="ewma", old_logprobs_options=options, **chosen)
-    return PolicyTrainer(folder, TrainerConfig(learning_rate=rate, algorithm=config))
+def make(folder: Path, reset_below: float = 0.0, **algorithm: Any) -> PolicyTrainer:
+    options = {"old_logprobs": "ewma", "old_logprobs_options": {"window": 3, "reset_below": reset_below}}
+    return make_trainer(folder, learning_rate=3e-2, algorithm={"loss": "decoupled_ppo", **options, **algorithm})
 
 
 def batch(step: int) -> Batch:
