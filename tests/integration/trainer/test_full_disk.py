@@ -11,11 +11,11 @@ import httpx
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rollmesh.config.load import validate_run_config
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.trainer.service.run_log import METRICS_FILE, SAMPLES_FILE, append_lines, build_trackers
 
+from ...kit.run_files import run_config
 from .test_kills import assert_every_batch_counts_once
 from .trainer_run import Runs
 from .two_ranks import run_two_ranks
@@ -85,9 +85,7 @@ def test_a_line_that_has_no_room_leaves_nothing_of_itself(small_disk: Path) -> N
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
 def test_a_tracker_on_a_full_disk_misses_steps_and_continues_later(small_disk: Path) -> None:
-    data = {"name": "run", "folder": str(small_disk), "model": {"path": "model"}}
-    config = validate_run_config(data | {"telemetry": {"trackers": ["tensorboard"]}}, "made")
-    (tracker,) = build_trackers(config)
+    (tracker,) = build_trackers(run_config(f"folder={small_disk} telemetry.trackers=[tensorboard]"))
     filler = small_disk / "filler"
     numbers = {f"number/{n}": float(n) for n in range(200)}
     tracker.log(1, numbers)

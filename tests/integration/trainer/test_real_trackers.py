@@ -14,18 +14,28 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.service.run_log import build_trackers
 
+from ...kit.run_files import run_config
+
 _BLOCK, _HEADER = 32768, struct.Struct("<IHB")
 _WHOLE_OR_LAST = (1, 4)
+RECORD = """
+import sys
+from rollmesh.config.load import validate_run_config
+from rollmesh.trainer.service.run_log import build_trackers
+
+data = {"name": "run", "folder": sys.argv[1], "model": {"path": "model"}, "telemetry": {"trackers": ["wandb"]}}
+(tracker,) = build_trackers(validate_run_config(data, "made"))
+for step in map(int, sys.argv[2:]):
+    tracker.log(step, {"loss": 1 / step, "batch/reward": 0.5})
+tracker.close()
+"""
 
 
 def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path) -> None:
-    data = {"name": "run", "folder": str(tmp_path), "model": {"path": "model"}}
-    config = validate_run_config(data | {"telemetry": {"trackers": ["tensorboard"]}}, "made")
-    (tracker,) = build_trackers(config)
+    (tracker,) = build_trackers(run_config(f"folder={tmp_path} telemetry.trackers=[tensorboard]"))
     tracker.log(3, {"loss": 0.5, "batch/reward": 1.0})
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -35,10 +45,9 @@ def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path) -> None:
 
 
 def test_an_option_that_tensorboard_does_not_have_is_refused_at_the_start(tmp_path: Path) -> None:
-    telemetry = {"trackers": ["tensorboard"], "tracker_options": {"tensorboard": {"flush_sec": 1}}}
-    data = {"name": "run", "folder": str(tmp_path), "model": {"path": "model"}, "telemetry": telemetry}
+    options = "telemetry.tracker_options.tensorboard.flush_sec=1"
     with pytest.raises(ConfigError, match=r"telemetry.tracker_options.tensorboard: .*flush_sec"):
-        build_trackers(validate_run_config(data, "made"))
+        build_trackers(run_config(f"folder={tmp_path} telemetry.trackers=[tensorboard] {options}"))
 
 
 def test_wandb_records_every_number_also_of_a_step_that_is_trained_again(tmp_path: Path) -> None:
@@ -73,7 +82,7 @@ def record(folder: Path, *steps: int) -> None:
 def run(folder: Path, *steps: int, mode: str) -> subprocess.CompletedProcess[str]:
     keyless = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     home = {"HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_MODE": mode}
-    words = [sys.executable, str(Path(__file__).with_name("wandb_process.py")), str(folder), *map(str, steps)]
+    words = [sys.executable, "-c", RECORD, str(folder), *map(str, steps)]
     return subprocess.run(
         words, env=keyless | home, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False
     )

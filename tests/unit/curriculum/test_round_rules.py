@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from rollmesh.config import RunConfig
 from rollmesh.curriculum.planners import Round, RoundRules
 from rollmesh.curriculum.shapers import Closing
 from rollmesh.errors import DataError
 from rollmesh.group_outcome import GroupOutcome, MemberOutcome
 from rollmesh.prompt_history import PromptRecord
+
+from ...kit.run_files import run_config
 
 
 @dataclass
@@ -57,19 +58,13 @@ def group(scored: int = 4, launched: int = 4) -> GroupOutcome:
     )
 
 
-def run(**curriculum: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {"name": "a", "folder": "runs/a", "model": {"path": "model"}, "curriculum": curriculum}
-    )
-
-
 def test_a_run_without_planner_and_group_shaper_has_no_rules() -> None:
-    assert RoundRules.from_config(run(), group_size=8, spare_members=0) is None
+    assert RoundRules.from_config(run_config(), group_size=8, spare_members=0) is None
 
 
 def test_a_run_with_a_group_shaper_alone_has_one_round_of_the_members_of_its_schedule() -> None:
     found = RoundRules.from_config(
-        run(group_shaper="dot", group_shaper_options={"alpha": 1.0}), group_size=8, spare_members=2
+        run_config("curriculum.group_shaper=dot curriculum.group_shaper_options.alpha=1"), group_size=8, spare_members=2
     )
     assert found is not None
     assert found.first(None) == Round(needed=8, launched=10)

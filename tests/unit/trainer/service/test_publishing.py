@@ -9,25 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.config import RunConfig
-from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError, TrainingDiverged
 from rollmesh.gateway.curves import EVALUATION, Curves
 from rollmesh.step_metrics import curves
 from rollmesh.trainer.service.publishing import canary_count, canary_sequences, kept_policies, scored_canary
 from rollmesh.trainer.service.step_summaries import reported
 
-
-def config(state_every_steps: int = 1, **algorithm: Any) -> RunConfig:
-    data = {
-        "name": "run",
-        "folder": "run",
-        "model": {"path": "model"},
-        "schedule": {"max_staleness": 7},
-        "checkpoints": {"keep_last": 4, "state_every_steps": state_every_steps},
-        "trainer": {"algorithm": algorithm},
-    }
-    return validate_run_config(data, "made")
+from ....kit.run_files import run_config
 
 
 def test_the_canary_is_the_same_for_every_policy_and_within_the_vocabulary() -> None:
@@ -49,13 +37,15 @@ def test_only_a_large_model_on_a_cpu_has_fewer_canary_sequences_and_they_are_the
     assert [ids.tolist() for ids in few] == [ids.tolist() for ids in canary_sequences(50)[:2]]
 
 
-def test_the_snapshot_source_keeps_every_version_that_a_batch_may_name() -> None:
-    assert kept_policies(config()) == 4
-    assert kept_policies(config(old_logprobs="snapshot")) == 9
-
-
-def test_the_snapshot_source_keeps_what_a_replay_after_a_crash_names_too() -> None:
-    assert kept_policies(config(3, old_logprobs="snapshot")) == 11
+@pytest.mark.parametrize(
+    ("state_every_steps", "source", "kept"), [(1, "sampler", 4), (1, "snapshot", 9), (3, "snapshot", 11)]
+)
+def test_the_snapshot_source_keeps_every_version_that_a_batch_or_its_replay_after_a_crash_may_name(
+    state_every_steps: int, source: str, kept: int
+) -> None:
+    checkpoints = f"checkpoints.keep_last=4 checkpoints.state_every_steps={state_every_steps}"
+    fields = f"schedule.max_staleness=7 trainer.algorithm.old_logprobs={source} {checkpoints}"
+    assert kept_policies(run_config(fields)) == kept
 
 
 @pytest.mark.parametrize(

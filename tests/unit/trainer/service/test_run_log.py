@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.config import RunConfig
-from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.service.run_log import (
     StepRecords,
@@ -23,6 +21,7 @@ from rollmesh.types import Batch, OutcomeKind, RewardOutcome
 
 from ....kit.made_batches import batch_of, trajectory
 from ....kit.records import policy_tokens
+from ....kit.run_files import run_config
 
 
 def steps(file: Path) -> list[int]:
@@ -117,16 +116,6 @@ def test_a_sample_says_what_was_asked_answered_and_paid(tmp_path: Path) -> None:
     }
 
 
-def config(folder: Path, *trackers: str) -> RunConfig:
-    data = {
-        "name": "run",
-        "folder": str(folder),
-        "model": {"path": "model"},
-        "telemetry": {"trackers": list(trackers)},
-    }
-    return validate_run_config(data, "made")
-
-
 def test_nested_numbers_get_one_name_each() -> None:
     record = {"loss": 1, "batch": {"reward": {"mean": 0.5}, "text": "x"}, "ok": True, "many": [1, 2], "none": None}
     assert flatten(record) == {"loss": 1.0, "batch/reward/mean": 0.5}
@@ -139,4 +128,4 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     for module in ("torch.utils.tensorboard.writer", "torch.utils.tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"rollmesh\[{name}\]"):
-        build_trackers(config(tmp_path, name))
+        build_trackers(run_config(f"folder={tmp_path} telemetry.trackers=[{name}]"))
