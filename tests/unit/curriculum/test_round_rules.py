@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from rollmesh.curriculum.planners import Round, RoundRules
-from rollmesh.curriculum.shapers import Closing
+from rollmesh.curriculum.shapers import unshaped
 from rollmesh.errors import DataError
-from rollmesh.group_outcome import GroupOutcome, MemberOutcome
+from rollmesh.group_outcome import GroupOutcome
 from rollmesh.prompt_history import PromptRecord
 
 from ...kit.run_files import run_config
+from .inputs import group_of
 
 
 @dataclass
@@ -32,14 +33,10 @@ class Planner:
         return found
 
 
-def shape(group: GroupOutcome, records: Mapping[str, PromptRecord]) -> Closing:
-    return Closing(shaped_rewards=tuple(m.shaped_reward for m in group.members))
-
-
 def rules(first: Any = None, following: Any = None, **changes: Any) -> RoundRules:
     found = RoundRules(
         planner=Planner(lambda: first, following if callable(following) else lambda _: following),
-        shaper=shape,
+        shaper=unshaped,
         planner_name="mine:planner",
         group_size=4,
         spare_members=0,
@@ -49,13 +46,7 @@ def rules(first: Any = None, following: Any = None, **changes: Any) -> RoundRule
 
 
 def group(scored: int = 4, launched: int = 4) -> GroupOutcome:
-    members = tuple(
-        MemberOutcome(member_index=i, round=0, outcome=1.0, shaped_reward=i / 2, token_count=9, truncated=False)
-        for i in range(scored)
-    )
-    return GroupOutcome(
-        group_id="e0-0", prompt_id="p", domain="", train_step=0, round=0, launched=launched, members=members
-    )
+    return group_of([i / 2 for i in range(scored)], launched=launched)
 
 
 def test_a_run_without_planner_and_group_shaper_has_no_rules() -> None:
