@@ -1,17 +1,18 @@
-"""Late groups in a whole mesh: set aside at the cut and trained in a long round of their own, or begun again."""
+"""Rounds whose trajectories begin again, rest, or follow a rollback."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import Chunk, GenerationCall, OutcomeKind, RewardOutcome, Trajectory
 
+from ...kit.waiting import reached
 from .replicas import running, schedule
-from .scenes import all_groups, check_batch, start, whole_mesh
-from .scripted import ScriptedGenerator, ScriptedReward
+from .scenes import all_groups, check_batch, members, start, whole_mesh
+from .scripted import ScriptedGenerator, ScriptedReward, ScriptedTrainer, length_of, record_of
 
 LATE = ("e0-0.", "e0-3.")
 """Members of the groups that do not end in the first two rounds."""
@@ -93,3 +94,63 @@ async def test_a_reward_that_arrives_after_its_trajectory_began_again_is_not_rec
         t.trajectory_id: t.shaped_reward for b in replica.trainer.batches for g in b.groups for t in g.trajectories
     }
     assert rewards["e0-0.1"] == 1.0
+
+
+SEGMENT = 8
+
+
+async def test_every_call_ends_with_its_segment_and_a_stage_in_which_all_rest_goes_on(store: TrajectoryStore) -> None:
+    plan = replace(schedule("ulorl", train_steps=2), segment_tokens=SEGMENT)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=2) as replica:
+        first = await trainer.train(1)
+        check_batch(first, plan)
+        for trajectory in members(first):
+            begun = {len(context) for context in cluster.contexts[trajectory.trajectory_id]}
+            assert begun == set(range(0, length_of(trajectory.trajectory_id, 40), SEGMENT))
+        check_batch(await trainer.train(2), plan)
+        assert replica.value("rollmesh_rollout_trajectories_parked_total", reason="rested") > 0
+
+
+@dataclass
+class BranchingTrainer(ScriptedTrainer):
+    """Can roll back; ``lagging`` generators do not hear of what it announces then."""
+
+    rollbacks: int = 0
+    lagging: list[str] = field(default_factory=list)
+
+    async def announce(self, step):
+        version = step + self.rollbacks
+        await self.store.policies.announce(self.session, replace(record_of(step), policy_version=version))
+        for generator in self.cluster.generators.values():
+            if generator.name not in self.lagging:
+                generator.load(version)
+        await self.cluster.register()
+
+    async def roll_back(self, step):
+        self.rollbacks += 1
+        await self.announce(step)
+        await self.store.training.roll_back(self.session)
+
+
+async def test_a_generator_that_lags_behind_a_rollback_starts_nothing(store):
+    plan = schedule("copris", train_steps=4)
+    assert plan.max_staleness >= 4, "by its staleness alone the abandoned version could still be trained on"
+    generators = (ScriptedGenerator("follows", seconds_per_token=0.002), ScriptedGenerator("lags"))
+    cluster, trainer = await start(store, plan, *generators, trainer_type=BranchingTrainer)
+    async with running(store, cluster, ScriptedReward(), plan):
+        for step in (1, 2):
+            await trainer.train(step)
+        trainer.lagging = ["lags"]
+        await trainer.roll_back(2)
+        calls = cluster.generators["lags"].calls
+        for step in (3, 4):
+            batch = await trainer.train(step)
+            assert min(version for trajectory in members(batch) for version in trajectory.policy_versions) >= 3
+        assert cluster.generators["lags"].calls - calls <= plan.pool_size
+        await reached(lambda: _finished(store))
+    assert (await store.mesh.counts()).drops["rolled_back"] > 0
+
+
+async def _finished(store):
+    return (await store.mesh.view()).is_complete

@@ -1,14 +1,18 @@
-"""Outcomes of groups on a real server: scores, replacements, filters, drops and their ledger."""
+"""Groups on a real server: their rounds, spare members, forks, and the ledger of their drops."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from rollmesh.errors import DataError
-from rollmesh.store import Finish, Score, TrajectoryStore, WriteStatus
-from rollmesh.types import FinishReason
+from rollmesh.errors import Conflict, DataError, SessionLost
+from rollmesh.group_outcome import GroupOutcome
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.store import Finish, LeasedTrajectory, ReleaseReason, Score, TrajectoryStore, WriteStatus
+from rollmesh.types import FinishReason, ForkStatus
 
-from .store_mesh import UNSCORABLE, Mesh, scored, segment
+from .store_mesh import UNSCORABLE, Mesh, group, held, scored, segment
 
 
 async def test_a_reward_that_is_not_a_number_is_an_error_of_the_caller(store: TrajectoryStore) -> None:
@@ -47,3 +51,140 @@ async def test_the_ledger_says_how_many_drops_it_no_longer_names(store: Trajecto
     assert await store.ledger.forgotten_drops() == 0
     await store.connection.command("XTRIM", store.connection.keys.single("ledger"), "MAXLEN", 1)
     assert (await store.ledger.forgotten_drops(), await store.ledger.dropped_groups()) == (2, {"e0-2": "stale"})
+
+
+async def train(mesh: Mesh) -> None:
+    """Train batch 1, which has the group e0-0."""
+    await mesh.train(1, ["e0-0"])
+
+
+@pytest.mark.parametrize("returned", ["released", "registered again"])
+async def test_a_member_that_has_returned_to_the_queue_is_given_again_to_the_same_request(
+    store: TrajectoryStore, returned: str
+) -> None:
+    mesh = await Mesh.start(store, groups=1)
+    (first, _) = await store.trajectories.lease(mesh.session, 2)
+    fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    child = fork.leased.trajectory.trajectory_id
+    if returned == "released":
+        await store.trajectories.release(mesh.session, [child], ReleaseReason.DRAINED)
+    else:
+        await store.sessions.reregister(mesh.session, [held("e0-0.0"), held("e0-0.1")], "worker")
+    assert (await store.mesh.view()).pending == 1
+    again = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert again.leased.trajectory.trajectory_id == child
+    assert ((await store.mesh.view()).pending, (await store.mesh.view()).leased) == (0, 3)
+    assert (await store.mesh.counts()).totals["forks_total"] == 1
+
+
+async def test_a_member_that_another_worker_has_leased_meanwhile_is_not_given_again(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups=1)
+    (first, _) = await store.trajectories.lease(mesh.session, 2)
+    fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    await store.trajectories.release(mesh.session, [fork.leased.trajectory.trajectory_id], ReleaseReason.FAILED)
+    assert len(await store.trajectories.lease(await store.sessions.open("another"), 4)) == 1
+    again = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert again.leased.trajectory.trajectory_id != fork.leased.trajectory.trajectory_id
+
+
+async def test_a_fork_is_refused_where_nothing_may_be_leased(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, pool_size=3, groups=2)
+    leased = await store.trajectories.lease(mesh.session, 3)
+    name = leased[0].trajectory.trajectory_id
+    assert (await store.trajectories.fork(mesh.session, name, "a")).status is ForkStatus.POOL_FULL
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=3, paused=True))
+    assert (await store.trajectories.fork(mesh.session, name, "a")).status is ForkStatus.PAUSED
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=64))
+    stranger = await store.sessions.open("stranger")
+    assert (await store.trajectories.fork(stranger, name, "a")).status is ForkStatus.LOST
+    for nonce in "ab":
+        assert (await store.trajectories.fork(mesh.session, name, nonce)).status is ForkStatus.FORKED
+    assert (await store.trajectories.fork(mesh.session, name, "c")).status is ForkStatus.GROUP_FULL
+    await store.sessions.close(mesh.session)
+    with pytest.raises(SessionLost):
+        await store.trajectories.fork(mesh.session, name, "d")
+
+
+async def test_a_lease_can_leave_new_work_alone(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups=2)
+    (first,) = await store.trajectories.lease(mesh.session, 1)
+    assert await mesh.append(first.trajectory.trajectory_id, 0, 4) == 1
+    await store.trajectories.release(mesh.session, [first.trajectory.trajectory_id], ReleaseReason.DRAINED)
+    assert await mesh.lease_ids(8, 0) == ["e0-0.0"]
+    assert await store.trajectories.lease(mesh.session, 8, 0) == []
+    assert await mesh.lease_ids(8, 1) == ["e0-0.1"]
+
+
+async def begin(store: TrajectoryStore, **changes: object) -> Mesh:
+    return await Mesh.start(
+        store, **{"has_rounds": True, "keeps_history": True, "most_members": 12, "max_staleness": 0, **changes}
+    )
+
+
+async def admit(mesh: Mesh) -> str:
+    """Open a group with rounds at the cursor."""
+    before = await mesh.store.leadership.cursor()
+    new = replace(group(before.index), plan="{}")
+    after = Cursor(index=before.index + 1)
+    assert await mesh.store.leadership.admit(mesh.leader, [new], before, after) == 1
+    return new.group_id
+
+
+async def lease(mesh: Mesh, count: int = 64) -> list[LeasedTrajectory]:
+    return await mesh.store.trajectories.lease(mesh.session, count)
+
+
+async def complete(mesh: Mesh, *values: float | None) -> None:
+    for leased, value in zip(await lease(mesh, len(values)), values, strict=True):
+        await mesh.complete(leased, value)
+
+
+async def undecided(mesh: Mesh) -> GroupOutcome:
+    (found,) = await mesh.store.rounds.undecided()
+    return found
+
+
+async def test_a_group_of_a_batch_file_whose_round_ends_late_is_not_left_for_a_decision(store: TrajectoryStore) -> None:
+    """The last score comes between the two scripts that apply a batch file."""
+    mesh = await begin(store)
+    group_id = await admit(mesh)
+    first, last = await lease(mesh)
+    await mesh.complete(first, 1.0)
+    assert await mesh.finish(last.trajectory.trajectory_id, 0, 5) == WriteStatus.SAVED
+    await store.connection.run("reassert_groups", mesh.trainer, 1, "digest", 1, group_id)
+    assert await mesh.score(last.trajectory.trajectory_id, 0.0) == WriteStatus.SAVED
+    assert (await store.mesh.view()).undecided_groups == 1
+    await store.connection.run("forget_groups", mesh.trainer, group_id)
+    assert (await store.mesh.view()).undecided_groups == 0
+
+
+async def test_only_the_leader_decides_and_not_beyond_the_most_members(store: TrajectoryStore) -> None:
+    mesh = await begin(store, most_members=3)
+    await admit(mesh)
+    await complete(mesh, 1.0, 0.0)
+    found = await undecided(mesh)
+    assert (found.prompt_id, [m.outcome for m in found.members]) == ("0", [1, 0])
+    with pytest.raises(Conflict, match="2 more exceed the limit of 3"):
+        await store.rounds.extend(mesh.leader, found, 4, 2, "{}")
+    with pytest.raises(SessionLost):
+        await store.rounds.extend("another", found, 3, 1, "{}")
+    with pytest.raises(SessionLost):
+        await store.rounds.close("another", found)
+    with pytest.raises(Conflict, match="2 scored members, not 1"):
+        await store.connection.run("close_group", mesh.leader, found.group_id, 0, 0, "1.0", "")
+    assert (await store.mesh.view()).undecided_groups == 1
+    assert await store.rounds.extend(mesh.leader, found, 3, 1, "{}")
+
+
+async def test_a_replayed_dead_letter_is_shaped_like_every_group(store: TrajectoryStore) -> None:
+    mesh = await begin(store)
+    await admit(mesh)
+    first, _ = await lease(mesh)
+    await store.trajectories.fail(mesh.session, [(first.trajectory.trajectory_id, "broke")])
+    replay = await store.dead_letters.replay(first.trajectory.trajectory_id)
+    assert await store.leadership.admit_replays(mesh.leader, 1) == 1
+    for leased in await lease(mesh):
+        if leased.trajectory.group_id == replay:
+            assert leased.plan == {}
+            await mesh.complete(leased, float(leased.trajectory.member_index))
+    assert (await undecided(mesh)).group_id == replay
