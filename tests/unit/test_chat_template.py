@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +149,3 @@ def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         template.text([say("user", f"{number} + 1?")], {"think": False})
     assert len(compiled) == 1
-
-
-def test_the_variables_of_a_template_are_read_once() -> None:
-    template = ChatTemplate(QWEN * 20 + "{{ think }}", Path("model"), {})
-    begin = time.process_time()
-    template.check_variables(["think"], "kwargs")
-    once = time.process_time() - begin
-    begin = time.process_time()
-    for _ in range(100):
-        template.check_variables(["think"], "kwargs")
-    assert time.process_time() - begin < once

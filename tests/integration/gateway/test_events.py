@@ -69,22 +69,6 @@ async def test_clients_follow_the_run_and_come_back_where_they_were(client: http
     assert (kind, identity) == ("tick", last + 1)
 
 
-async def test_a_rollout_moves_through_the_ticks(client: httpx.AsyncClient, scene: Scene) -> None:
-    await scene.admit(1)
-    stream = events_of(client)
-    assert (await anext(stream))[0] == "snapshot"
-    await scene.store.trajectories.lease(scene.session, 1)
-    saved = await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
-    spans: dict[str, Any] = {}
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        async for _, _, data in stream:
-            spans |= {span["id"]: span for span in data["timeline"]["changed"]}
-            if spans.get("e0-0.0", {}).get("tokens") == saved:
-                break
-    assert spans["e0-0.0"]["intervals"][-1]["policy_version"] == 0
-    await stream.aclose()  # type: ignore[attr-defined]
-
-
 async def test_too_many_clients_are_told_so(
     run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
 ) -> None:

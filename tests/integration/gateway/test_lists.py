@@ -31,6 +31,14 @@ async def test_trained_trajectories_are_listed_by_step_sorted_and_paged(
     worst = await rows("batches/1?order=reward&descending=true&first=2")
     assert ([row["reward"] for row in worst["items"]], worst["first"]) == ([0.0, 0.0], 2)
 
+    for group, step in (("e0-2", 2), ("e0-0", 1), ("e0-1", 1)):
+        detail = await rows(f"trajectories/{group}.1")
+        assert (detail["found_in"], detail["state"], detail["train_step"]) == ("batch", "consumed", step)
+        assert detail["outcome"] == {"kind": "scored", "value": 1.0, "parts": {"right": 1.0}, "message": ""}
+        assert detail["shaped_reward"] == 1.0
+    policies = await rows("policies?limit=2")
+    assert [(p["policy_version"], p["newest"]) for p in policies["policies"]] == [(2, True), (1, False)]
+    assert policies["total"] == 3
     row = (await rows("batches/2?limit=1"))["items"][0]
     detail = await rows(f"trajectories/{row['id']}")
     policy = [text for run in detail["runs"] if run["source"] != "prompt" for text in run["texts"]]
@@ -89,7 +97,9 @@ async def test_the_queue_is_sorted_by_reward_or_length_and_previewed(client: htt
     assert [one["reward"] for one in falling] == [1.0, 0.75, 0.5, 0.25, 0.125, 0.0, None, None]
     scored = await _all(client, order="reward", descending=True, state="scored")
     assert len(scored) == 6
-    assert {one["id"] for one in rising} == {one["id"] for one in await _all(client)}
+    open_first = [f"e0-{group}.{member}" for group in (3, 0, 1, 2) for member in range(2)]
+    assert [one["id"] for one in await _all(client)] == open_first
+    assert [one["id"] for one in await _all(client, state="leased")] == ["e0-3.0"]
 
     rows = await _all(client, order="tokens", descending=True, preview=True)
     lengths = [one["tokens"] for one in rows]

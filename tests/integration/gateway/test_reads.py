@@ -61,23 +61,6 @@ async def test_a_rollout_on_the_timeline_shows_which_version_wrote_what(
     assert span(timeline)["end"] is not None
 
 
-async def test_the_list_is_paged_and_filtered(client: httpx.AsyncClient, scene: Scene) -> None:
-    await scene.admit(3)
-    await scene.store.trajectories.lease(scene.session, 1)
-    seen: list[str] = []
-    cursor = ""
-    for _ in range(6):
-        params = {"limit": 2, "cursor": cursor} if cursor else {"limit": 2}
-        page = (await client.get("api/v1/trajectories", params=params)).json()
-        seen += [row["id"] for row in page["items"]]
-        cursor = page["next_cursor"]
-        if cursor is None:
-            break
-    assert seen == [f"e0-{group}.{member}" for group in range(3) for member in range(2)]
-    leased = (await client.get("api/v1/trajectories?state=leased")).json()["items"]
-    assert [(row["id"], row["state"]) for row in leased] == [("e0-0.0", "leased")]
-
-
 async def test_a_trajectory_is_shown_token_by_token(client: httpx.AsyncClient, scene: Scene) -> None:
     await scene.admit(1)
     await scene.store.trajectories.lease(scene.session, 2)
@@ -111,22 +94,6 @@ async def test_a_trajectory_is_shown_token_by_token(client: httpx.AsyncClient, s
     await scene.store.trajectories.release(scene.session, ["e0-0.0"], "rested")
     detail = (await client.get("api/v1/trajectories/e0-0.0")).json()
     assert (detail["state"], detail["history"]) == ("pending", ["restarted once by its worker"])
-
-
-async def test_a_trained_trajectory_is_found_in_its_batch_file(client: httpx.AsyncClient, scene: Scene) -> None:
-    await scene.admit(4)
-    await scene.complete_all()
-    await scene.train(1, ["e0-0", "e0-1"])
-    await scene.train(2, ["e0-2", "e0-3"])
-    for group, step in (("e0-2", 2), ("e0-0", 1), ("e0-1", 1)):
-        detail = (await client.get(f"api/v1/trajectories/{group}.1")).json()
-        assert (detail["found_in"], detail["state"], detail["train_step"]) == ("batch", "consumed", step)
-        assert detail["outcome"] == {"kind": "scored", "value": 1.0, "parts": {"right": 1.0}, "message": ""}
-        assert detail["shaped_reward"] == 1.0
-        assert "".join(detail["runs"][1]["texts"]).strip() == "1 + 2 = 3 !"
-    policies = (await client.get("api/v1/policies?limit=2")).json()
-    assert [(p["policy_version"], p["newest"]) for p in policies["policies"]] == [(2, True), (1, False)]
-    assert policies["total"] == 3
 
 
 async def test_a_dropped_group_is_not_found_and_the_answer_says_when_it_left(
@@ -166,17 +133,6 @@ async def test_the_documents_name_every_operation_and_load_nothing_from_elsewher
     assert "http://" not in page.text
     assert "https://" not in page.text
     assert "<script" not in page.text
-
-
-async def test_a_run_folder_that_cannot_be_read_takes_the_history_and_nothing_else(
-    client: httpx.AsyncClient, scene: Scene, gateway: RunningGateway
-) -> None:
-    # A folder in the place of the file: opening it fails for root, too.
-    (Path(scene.config.folder) / "metrics.jsonl").mkdir()
-    await scene.admit(3)
-    overview = await until(client, "api/v1/overview", lambda body: body["groups"]["open"] == 3)
-    assert (overview["state"], overview["report"]) == ("running", None)
-    await gateway.logged("run_folder_unreadable")
 
 
 async def test_a_run_folder_that_does_not_answer_takes_the_history_and_nothing_else(

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from .gateway_scene import Scene, until
+from .gateway_scene import RunningGateway, Scene, until
 
 SERIES = "api/v1/series?names=reward_mean&points=2000"
 
@@ -38,7 +38,7 @@ async def shows(client: httpx.AsyncClient, expected: list[dict[str, Any]]) -> No
     await until(client, SERIES, holds)
     newest = expected[-1]
     overview = await until(client, "api/v1/overview", lambda body: (body["report"] or {}).get("time") == newest["time"])
-    assert overview["report"]["train_step"] == newest["train_step"]
+    assert (overview["report"]["train_step"], overview["report"]["seconds"]) == (newest["train_step"], 0.5)
     trained = {str(each["staleness"]): each["count"] for each in overview["staleness"]["trained"]}
     assert trained == newest["batch"]["trajectory_staleness"]["histogram"]
 
@@ -71,7 +71,7 @@ async def test_a_step_that_is_trained_again_is_shown_once_and_as_it_was_trained_
 
 
 async def test_a_file_that_appears_is_read_from_its_start_and_the_queue_serves_when_it_is_gone(
-    client: httpx.AsyncClient, scene: Scene
+    client: httpx.AsyncClient, scene: Scene, gateway: RunningGateway
 ) -> None:
     store, trainer, file = scene.store, scene.trainer, Path(scene.config.folder) / "metrics.jsonl"
     await store.step_reports.write(trainer, 2, reports(3, 4))
@@ -85,6 +85,7 @@ async def test_a_file_that_appears_is_read_from_its_start_and_the_queue_serves_w
     file.mkdir()
     await store.step_reports.write(trainer, 5, reports(6))
     await shows(client, reports(1, 2, 3, 4, 5, 6))
+    await gateway.logged("run_folder_unreadable")
     file.rmdir()
     file.write_text("".join(json.dumps(each) + "\n" for each in reports(1, 2, 3, attempt=1)))
     await shows(client, reports(1, 2, 3, attempt=1))

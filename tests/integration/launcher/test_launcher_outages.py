@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from rich.console import Console
 from structlog.testing import capture_logs
 
 from rollmesh.config import RunConfig
-from rollmesh.launcher.local_mesh import local_mesh
+from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
 from rollmesh.launcher.redis import embedded_server, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.store import EmbeddedServer, TrajectoryStore
@@ -40,6 +41,16 @@ def leave_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollmesh.launcher.redis._WATCH_SECONDS", 3600.0)
 
 
+@contextlib.asynccontextmanager
+async def retrying(mesh: LocalMesh, server: EmbeddedServer, seconds: float) -> AsyncIterator[None]:
+    """The mesh has a client of the server that retries for so long."""
+    await mesh.store.aclose()
+    config = mesh.config
+    mesh.store = await TrajectoryStore.connect(config.store, run=config.name, url=server.url, retry_seconds=seconds)
+    yield
+    await mesh.store.aclose()
+
+
 def kill_and_hold_back(server: EmbeddedServer) -> int:
     """A descriptor that holds the dead server's lock, as its last threads would: until it is closed no other starts."""
     lock = os.open(server.folder / "lock", os.O_WRONLY)
@@ -50,49 +61,36 @@ def kill_and_hold_back(server: EmbeddedServer) -> int:
             return lock
 
 
-async def test_waiting_continues_through_an_outage_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_continues_through_an_outage_of_redis(
+    tmp_path: Path, own: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client's own timeout (20 s) is shorter than an outage may be."""
     leave_servers_alone(monkeypatch)
-    run = config(tmp_path)
-    console = Console(file=io.StringIO())
-    folder = RunFolder(tmp_path)
-    server = embedded_server(run, folder)
-    await asyncio.to_thread(server.start)
-    try:
-        async with local_mesh(run, folder, asyncio.Event(), console) as mesh:
-            impatient = await TrajectoryStore.connect(run.store, run=run.name, url=server.url, retry_seconds=0.1)
-            await mesh.store.aclose()
-            mesh.store = impatient
-            await asyncio.to_thread(server.kill)
-            looks = 0
+    console, looks = Console(file=io.StringIO()), 0
+    async with local_mesh(config(tmp_path), RunFolder(tmp_path), asyncio.Event(), console) as mesh:
+        async with retrying(mesh, own, 0.1):
+            await asyncio.to_thread(own.kill)
 
             async def answered() -> bool:
                 nonlocal looks
                 looks += 1
                 if "waiting for Redis" in console.file.getvalue():  # type: ignore[attr-defined]
-                    await asyncio.to_thread(server.start)
-                await impatient.mesh.view()
+                    await asyncio.to_thread(own.start)
+                await mesh.store.mesh.view()
                 return True
 
             await mesh.until(answered, "an answer", deadline_seconds=120.0)
-            await impatient.aclose()
-        assert looks >= 2
-    finally:
-        await asyncio.to_thread(server.stop)
+    assert looks >= 2
 
 
-async def test_a_server_that_a_killed_launcher_left_behind_is_kept_up_and_stopped_at_the_end(tmp_path: Path) -> None:
-    run, folder = config(tmp_path), RunFolder(tmp_path)
-    left = embedded_server(run, folder)
-    await asyncio.to_thread(left.start)
-    try:
-        async with running_store(run, folder, owner=True) as running:
-            before = await running.store.recovery.server_run_id()
-            await asyncio.to_thread(left.kill)
-            assert await running.store.recovery.server_run_id() != before
-        assert left.pid is None
-    finally:
-        await asyncio.to_thread(left.stop)
+async def test_a_server_that_a_killed_launcher_left_behind_is_kept_up_and_stopped_at_the_end(
+    tmp_path: Path, own: EmbeddedServer
+) -> None:
+    async with running_store(config(tmp_path), RunFolder(tmp_path), owner=True) as running:
+        before = await running.store.recovery.server_run_id()
+        await asyncio.to_thread(own.kill)
+        assert await running.store.recovery.server_run_id() != before
+    assert own.pid is None
 
 
 async def test_the_end_waits_for_a_server_that_is_being_started_again_and_stops_it(tmp_path: Path) -> None:
@@ -112,18 +110,12 @@ async def test_the_end_waits_for_a_server_that_is_being_started_again_and_stops_
     assert server.pid is None
 
 
-async def test_a_command_that_only_reads_does_not_stop_the_server_of_a_run(tmp_path: Path) -> None:
-    run, folder = config(tmp_path), RunFolder(tmp_path)
-    server = embedded_server(run, folder)
-    await asyncio.to_thread(server.start)
-    try:
-        pid = server.pid
-        async with running_store(run, folder) as running:
-            await running.store.recovery.server_run_id()
-        assert pid is not None
-        assert server.pid == pid
-    finally:
-        await asyncio.to_thread(server.stop)
+async def test_a_command_that_only_reads_does_not_stop_the_server_of_a_run(tmp_path: Path, own: EmbeddedServer) -> None:
+    pid = own.pid
+    async with running_store(config(tmp_path), RunFolder(tmp_path)) as running:
+        await running.store.recovery.server_run_id()
+    assert pid is not None
+    assert own.pid == pid
 
 
 def test_a_server_that_another_process_has_stopped_is_collected(tmp_path: Path) -> None:

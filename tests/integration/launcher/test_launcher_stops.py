@@ -28,7 +28,7 @@ from rollmesh.runtime.addresses import free_port
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.types import PolicyRecord
 
-from .test_launcher_outages import config, leave_servers_alone
+from .test_launcher_outages import config, leave_servers_alone, retrying
 
 STEPS = 2
 TRAINER = """
@@ -50,26 +50,18 @@ def no_room(server: EmbeddedServer) -> Iterator[None]:
 
 
 async def test_ctrl_c_does_not_wait_for_a_redis_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client itself would retry for minutes here."""
     leave_servers_alone(monkeypatch)
-    run, folder, shutdown = config(tmp_path), RunFolder(tmp_path), asyncio.Event()
-    server = embedded_server(run, folder)
-    await asyncio.to_thread(server.start)
-    try:
-        async with local_mesh(run, folder, shutdown, Console(file=io.StringIO())) as mesh:
-            patient = await TrajectoryStore.connect(run.store, run=run.name, url=server.url, retry_seconds=600)
-            await mesh.store.aclose()
-            mesh.store = patient
-            await asyncio.to_thread(server.kill)
-            with no_room(server):
+    shutdown, console = asyncio.Event(), Console(file=io.StringIO())
+    async with local_mesh(config(tmp_path), RunFolder(tmp_path), shutdown, console) as mesh:
+        async with retrying(mesh, own, 600.0):
+            await asyncio.to_thread(own.kill)
+            with no_room(own):
                 asyncio.get_running_loop().call_later(0.3, shutdown.set)
                 with pytest.raises(Interrupted, match="the newest version"):
                     await asyncio.wait_for(mesh.answer(mesh.latest_version, "the newest version"), 60)
-            await patient.aclose()
-    finally:
-        await asyncio.to_thread(server.stop)
 
 
 async def test_a_launcher_whose_redis_is_not_there_yet_says_so_and_ends_at_once_when_it_is_stopped(

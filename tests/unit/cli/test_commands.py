@@ -66,9 +66,6 @@ def test_the_list_of_commands_begins_with_up_and_demo() -> None:
     assert names[:2] == ["up", "demo"]
     assert {"config", "dead-letters"} < set(names) == set(ROOT.commands), "none is hidden"
     assert len(names) <= 26
-
-
-def test_the_version_is_printed() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"rollmesh {rollmesh.__version__}\n"
 
 
@@ -92,6 +89,9 @@ def test_a_command_that_a_person_stopped_ends_with_the_status_of_ctrl_c(stop: Ba
     with pytest.raises(typer.Exit) as ended:
         run_async(main)
     assert ended.value.exit_code == EXIT_STOPPED
+    with pytest.raises(typer.Exit) as ended, clear_errors():  # before there is an event loop
+        raise KeyboardInterrupt
+    assert ended.value.exit_code == EXIT_STOPPED
 
 
 def test_an_error_on_purpose_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,12 +109,6 @@ def test_a_failed_write_is_one_message_and_status_2(capsys: pytest.CaptureFixtur
         write_text(Path("/dev/full"), "more than a full disk takes")
     assert ended.value.exit_code == 2
     assert capsys.readouterr().err == "error [Errno 28] No space left on device: '/dev/full'\n"
-
-
-def test_ctrl_c_before_a_command_has_its_event_loop_ends_it_without_a_trace() -> None:
-    with pytest.raises(typer.Exit) as ended, clear_errors():
-        raise KeyboardInterrupt
-    assert ended.value.exit_code == EXIT_STOPPED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -149,6 +143,9 @@ def run(tmp_path: Path, **generator: object) -> RunConfig:
 
 
 def test_words_name_services_and_their_replicas(tmp_path: Path) -> None:
+    sections = run(tmp_path).model_dump() | {"teachers": {"wise": {"model": "m", "replicas": 0}}}
+    sections["trainer"]["algorithm"]["teacher"] = {"reverse_kl_coefficient": 1.0}
+    assert parse_replicas(RunConfig.model_validate(sections), ["teacher-wise=2"]) == {"teacher-wise": 2}
     assert parse_replicas(run(tmp_path), ["generator=3", "reward=default"]) == {"generator": 3, "reward": None}
 
 
@@ -156,9 +153,7 @@ def test_words_name_services_and_their_replicas(tmp_path: Path) -> None:
     ("word", "text"),
     [
         ("generator", "expected SERVICE=N"),
-        ("generator=", "expected SERVICE=N"),
         ("generator=-1", "expected SERVICE=N"),
-        ("generator=two", "expected SERVICE=N"),
         ("trainer=2", "launcher.trainer_processes"),
         ("gateway=2", "gateway cannot be scaled"),
         (
@@ -171,14 +166,6 @@ def test_words_name_services_and_their_replicas(tmp_path: Path) -> None:
 def test_a_word_that_cannot_be_met_is_named(tmp_path: Path, word: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         parse_replicas(run(tmp_path), [word])
-
-
-def test_a_teacher_without_an_address_is_scaled_by_the_name_of_its_service(tmp_path: Path) -> None:
-    sections = run(tmp_path).model_dump() | {"teachers": {"wise": {"model": "m", "replicas": 0}}}
-    sections["trainer"]["algorithm"]["teacher"] = {"reverse_kl_coefficient": 1.0}
-    config = RunConfig.model_validate(sections)
-    assert parse_replicas(config, ["teacher-wise=2"]) == {"teacher-wise": 2}
-    assert parse_replicas(config, ["teacher-wise=default"]) == {"teacher-wise": None}
 
 
 def test_generators_cannot_share_one_sglang_server(tmp_path: Path) -> None:

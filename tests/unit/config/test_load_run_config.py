@@ -47,21 +47,12 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
     [
         ("schedule.pool_size=many", r"pool_size: expected a whole number .* from 1 on, auto or null \(got 'many'\)"),
         ("trainer.share_prefixes=many", r"1 problem.*\n.*share_prefixes: expected auto, true or false \(got 'many'\)"),
-        ("schedule.pool_size=0", r"schedule.pool_size: expected a whole number .*\(got 0\)"),
         ("schedule.pool_size=1.5", r"schedule.pool_size: expected a whole number .*\(got 1.5\)"),
         ("shedule={}", r"shedule: unknown key; did you mean schedule\?"),
         ("trainer.algorithm.clip_hi=1", r"trainer.algorithm.clip_hi: unknown key.*clip_high.*got 1"),
-        ("store.zzz=1", "store.zzz: unknown key; known here: appendfsync, "),
         ("trainer.train_steps=many", "trainer.train_steps: .*'many'"),
-        ("trainer.train_steps=-1", "trainer.train_steps: .* greater than or equal"),
         ("schedule.group_size=1", "schedule.group_size=1: .* at least 2"),
-        ("schedule.preset=asynk", "schedule.preset: Input should be 'sync', .*'copris'"),
-        ("rollout.top_p=0", r"rollout.top_p: .*greater than 0 \(got 0\)"),
-        ("rollout.top_p=1.01", r"rollout.top_p: .*less than or equal to 1 \(got 1.01\)"),
         ("rollout.top_k=1", r"rollout.top_k: 1 is greedy: .*set 0 \(off\) or 2"),
-        ("rollout.top_k=-2", "rollout.top_k: .*greater than or equal to -1"),
-        ("rollout.min_p=1", r"rollout.min_p: .*less than 1 \(got 1\)"),
-        ("rollout.kept_tokens=1", "rollout.kept_tokens: .*greater than or equal to 2"),
         ("rollout.top_k=9 rollout.kept_tokens=8", "rollout: top_k=9 is more than kept_tokens=8.*raise rollout.kept"),
         ("model.trust_remote_code=true", "model.trust_remote_code: unknown key; only model code of transformers"),
         *(
@@ -71,7 +62,6 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
             )
             for name, remedy in (("seed", r"the seed of the run \(seed\)"), ("size", "data.source.size"))
         ),
-        ("rollout.temperature=0", "rollout.temperature: .*greater than or equal to 0.001"),
         (
             "schedule.preset=copris_paper trainer.algorithm.old_logprobs=stage_end checkpoints.state_every_steps=2",
             "checkpoints.state_every_steps=2: set 1 with .*old_logprobs=stage_end",
@@ -116,19 +106,11 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ("generator.max_context_tokens=100", "generator.max_context_tokens=100 is less than .* = 1536"),
         ("trainer.minibatches=3", "trainer.minibatches=3 does not divide schedule.groups_per_batch=16"),
         ("name=Not-A-Name", "name: expected 1 to 63 lower-case letters.*'Not-A-Name'"),
-        (
-            "store.heartbeat_seconds=20 store.session_ttl_seconds=30",
-            "store.session_ttl_seconds=30 .*heartbeat_seconds=20",
-        ),
+        ("store.heartbeat_seconds=20 store.session_ttl_seconds=30", "session_ttl_seconds=30 .*heartbeat_seconds=20"),
         ("reward.fixed_value=.nan", "reward.fixed_value: .*finite number"),
-        ("reward.fixed_value=-1e160", "reward.fixed_value: .*-1000000000"),
-        ("trainer.learning_rate=.inf", "trainer.learning_rate: .*finite number"),
-        ("schedule.group_size=5000", "schedule.group_size: .*1024"),
         ('data.source={"type":"csv"}', "data.source: .*csv"),
         ('data.source={"type:countdown":null}', "data.source: has no type; write type: with a space"),
         ("trainer.learning_rate=1e300", "trainer.learning_rate: expected at most 3.4e"),
-        ("trainer.algorithm.clip_high=1e308", "trainer.algorithm.clip_high: expected at most 3.4e"),
-        ("trainer.betas=[0.9,1.0]", r"trainer.betas.1: Input should be less than 1 \(got 1.0\)"),
         ("seed=18446744073709551615", "seed: expected a whole number of at most 64 bits"),
         ("trainer.warmup_steps=1" + 30 * "0", "trainer.warmup_steps: expected a whole number"),
         ("security.token=a security.token_file=b", "set only one of them"),
@@ -137,12 +119,7 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ("store.tls.ca=ca.crt", "store.tls is for rediss://"),
         ("store.url=rediss://host store.tls.key=k", "store.tls.key must be set together"),
         ("store.url=rediss://host store.tls.check_hostname=false", "any server is accepted"),
-        ("telemetry.trace_ratio=1.5", "telemetry.trace_ratio"),
-        ("gateway.port=99999", "gateway.port: Input should be less than or equal to 65535"),
         ("gateway.token=abc", "gateway.token is shorter than 8 characters"),
-        ("telemetry.trackers=[notebook]", "telemetry.trackers.0: Input should be 'tensorboard'"),
-        ("launcher.torch_threads=100000", "launcher.torch_threads: Input should be less than"),
-        ("reward.workers=100000", "reward.workers: Input should be less than"),
         ("checkpoints.folder=ftp://host/x", "checkpoints.folder=ftp://host/x: expected a folder, or one of"),
     ],
 )
@@ -224,6 +201,8 @@ def test_an_override_or_a_variable_that_cannot_be_read_is_a_clear_error(run_file
         load_run_config(run_file(), [override], environ={})
     with pytest.raises(ConfigError, match="train_steps: .*set by --set trainer.train_steps"):
         load_run_config(run_file(), ["trainer.train_steps=few"], environ={})
+    with pytest.raises(ConfigError, match="ROLLMESH_FOLDER"):
+        load_run_config(run_file(), environ={"ROLLMESH_FOLDER": b"caf\xe9".decode("utf-8", "surrogateescape")})
     with pytest.raises(ConfigError, match="foo: unknown key.*set by the environment variable ROLLMESH_FOO"):
         load_run_config(run_file(), environ={"ROLLMESH_FOO": "1"})
 
@@ -246,32 +225,26 @@ def test_half_a_character_in_a_run_file_is_refused_by_its_field(run_file, sectio
         load_run_config(run_file(**sections), environ={})
 
 
-def test_a_byte_that_is_no_text_in_the_environment_is_refused_with_its_variable(run_file) -> None:
-    value = b"caf\xe9".decode("utf-8", "surrogateescape")
-    with pytest.raises(ConfigError, match="ROLLMESH_FOLDER"):
-        load_run_config(run_file(), environ={"ROLLMESH_FOLDER": value})
-
-
 @pytest.mark.parametrize(
     ("url", "kept", "password"),
     [
         ("redis://:hunter2@host:6379/3", "redis://host:6379/3", "hunter2"),
-        ("rediss://me:hunter2%40home@host", "rediss://me@host", "hunter2@home"),
         ("redis+sentinel://:hunter2@one:26380,two/queue", "redis+sentinel://one:26380,two/queue", "hunter2"),
         ("unix://:hunter2@/run/redis.sock?db=1", "unix:///run/redis.sock?db=1", "hunter2"),
         ("unix:///run/a:b@c.sock", "unix:///run/a:b@c.sock", None),
         ("redis://:hunter2/x@host:6379/0", "redis://host:6379/0", "hunter2/x"),
         ("redis://me:a/hunter2?#@y:z@[::1]:6379/1", "redis://me@[::1]:6379/1", "a/hunter2?#@y:z"),
         ("rediss+sentinel://:hunter2/x@[fd00::1]:1,b/queue", "rediss+sentinel://[fd00::1]:1,b/queue", "hunter2/x"),
-        ("unix://:hunter2/x@/run/redis.sock", "unix:///run/redis.sock", "hunter2/x"),
         ("unix:///run/redis.sock?password=hunter2&db=1", "unix:///run/redis.sock?db=1", "hunter2"),
         ("redis://host/0?password=hunter2@home", "redis://host/0", "hunter2@home"),
-        ("redis://me@host", "redis://me@host", None),
     ],
 )
 def test_a_password_in_the_url_is_a_secret_like_any_other(run_file, tmp_path: Path, url, kept, password) -> None:
+    assert parse_redis_url("redis+sentinel://[fd00::1]:1,[::2]/q").hosts == (("fd00::1", 1), ("::2", 26379))
     config = load_run_config(run_file(store={"url": url}), environ={})
     assert config.store.url == kept
+    own = load_run_config(run_file(store={"url": url}), environ={"ROLLMESH_STORE__PASSWORD": "new"}).store.password
+    assert own is not None and own.get_secret_value() == "new"
     assert password == (None if config.store.password is None else config.store.password.get_secret_value())
     write_run_config(config, tmp_path / "config.yaml")
     assert "hunter2" not in (tmp_path / "config.yaml").read_text()
@@ -283,7 +256,6 @@ def test_a_password_in_the_url_is_a_secret_like_any_other(run_file, tmp_path: Pa
         ("redis://:hunter2@host?protocol=2", "the URL cannot set the option 'protocol'"),
         ("rediss://:hunter2@host?ssl_cert_reqs=", r"the URL cannot set the option 'ssl_cert_reqs'; set store\.tls"),
         ("rediss://:hunter2@host/0?db=1", "the database is given twice"),
-        ("redis://:hunter2@host?socket_timeout=1&db=1", "the URL cannot set the option 'socket_timeout'"),
         ("redis://:hunter2@host/first", "database 'first' is not a number"),
         ("redis://:hunter2@::1:6379", "is not host:port"),
         ("redis://:hunter2", "a password is followed by an @"),
@@ -302,22 +274,11 @@ def test_a_url_that_cannot_be_used_as_written_is_an_error_of_its_field_without_t
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_password_given_by_itself_wins_over_the_one_in_the_url(run_file) -> None:
-    file = run_file(store={"url": "redis://:old@host"})
-    config = load_run_config(file, environ={"ROLLMESH_STORE__PASSWORD": "new"})
-    assert config.store.url == "redis://host"
-    assert config.store.password is not None
-    assert config.store.password.get_secret_value() == "new"
-
-
-def test_agents_which_may_come_later_are_evaluated_only_where_the_run_file_says_so() -> None:
+def test_agents_are_evaluated_where_the_file_says_so_and_a_top_k_of_minus_one_keeps_all_as_elsewhere() -> None:
+    assert run_config("evaluation.top_k=-1").evaluation.top_k == 0
     assert not run_config("rollout.program=agent").evaluation.before_and_after
     assert run_config().evaluation.before_and_after
     assert run_config("rollout.program=agent evaluation.before_and_after=true").evaluation.before_and_after
-
-
-def test_a_top_k_of_minus_one_keeps_all_as_on_other_servers() -> None:
-    assert run_config("evaluation.top_k=-1").evaluation.top_k == 0
 
 
 def test_writers_that_share_a_process_number_do_not_meet(run_file, tmp_path: Path) -> None:
@@ -336,10 +297,7 @@ def test_writers_that_share_a_process_number_do_not_meet(run_file, tmp_path: Pat
     ("variable", "text", "value"),
     [
         ("network__host", "::", "::"),
-        ("network__host", "fd00::", "fd00::"),
-        ("network__host", "2001:10:20:30:40:50:60:7", "2001:10:20:30:40:50:60:7"),
         ("network__host", "12:30", "12:30"),
-        ("network__host", "1e5", "1e5"),
         ("network__host", '"::1"', "::1"),
         ("network__host", "null", None),
         ("network__host", "", None),
@@ -350,11 +308,8 @@ def test_writers_that_share_a_process_number_do_not_meet(run_file, tmp_path: Pat
         ("model__path", "models/a #1", "models/a #1"),
         ("model__path", "{a: b}", "{a: b}"),
         ("checkpoints__folder", "2024-01-01", "2024-01-01"),
-        ("schedule__preset", "sync", "sync"),
-        ("store__url", "redis://[fd00::]:6379", "redis://[fd00::]:6379"),
         ("network__grpc_port", "017", 15),
         ("network__shared_folder", "false", False),
-        ("data__source__type", "countdown", "countdown"),
     ],
 )
 def test_a_field_of_text_takes_any_text_from_a_variable_and_an_option(
@@ -368,15 +323,14 @@ def test_a_field_of_text_takes_any_text_from_a_variable_and_an_option(
         assert found == value
 
 
-def test_a_field_of_text_needs_no_quotes_in_the_file(tmp_path: Path) -> None:
+def test_a_field_of_text_needs_no_quotes_in_the_file_or_a_section_of_an_option_or_a_variable(
+    run_file, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("name: 2024\nfolder: 1e5\nmodel: {path: 12:30}\nnetwork: {host: null, advertise_host: 10.0}\n")
     config = load_run_config(file, environ={})
     assert (config.name, config.folder, config.model.path) == ("2024", "1e5", "12:30")
     assert (config.network.host, config.network.advertise_host) == (None, "10.0")
-
-
-def test_a_field_of_text_needs_no_quotes_in_a_section_that_an_option_or_a_variable_gives(run_file) -> None:
     environ = {"ROLLMESH_NETWORK": "{host: 10.0, instance: 2024-01-01}"}
     config = load_run_config(run_file(), ["data.source={type: jsonl, path: 0123}"], environ)
     assert (config.network.host, config.network.instance) == ("10.0", "2024-01-01")
@@ -421,19 +375,8 @@ def test_numbers_of_free_options_are_those_of_yaml_1_2_and_come_back_from_the_wr
     assert yaml.safe_load((tmp_path / "written.yaml").read_text())["rollout"]["environment_options"] == expected
 
 
-def test_addresses_of_sentinels_have_no_brackets() -> None:
-    found = parse_redis_url("rediss+sentinel://[fd00::1]:1,[::2],c/queue")
-    assert found.hosts == (("fd00::1", 1), ("::2", 26379), ("c", 26379))
-
-
-FILES = {"certificate": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
-
-
-SECRET_FIELDS = [".".join(path) for path in SECRETS]
-
-
-@pytest.mark.parametrize("field", SECRET_FIELDS)
-@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+@pytest.mark.parametrize("field", [".".join(path) for path in SECRETS])
+@pytest.mark.parametrize("end", ["", "\r\n"])
 def test_a_secret_is_taken_as_it_is_and_never_written_or_shown(run_file, tmp_path: Path, field: str, end: str) -> None:
     """A line break at its end is not part of it: editors and echo add one to a file."""
     environ = {f"ROLLMESH_{field.replace('.', '__').upper()}": f" 0123: [a secret/of @one line{end}"}
@@ -453,13 +396,14 @@ def test_a_secret_is_taken_as_it_is_and_never_written_or_shown(run_file, tmp_pat
 
 
 def test_all_three_files_turn_mutual_tls_on_and_a_missing_one_is_named(run_file) -> None:
+    files = {"certificate": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
     config = load_run_config(run_file(), environ={})
     assert not config.security.tls.enabled and config.security.token is None and not config.store.tls.configured
-    assert load_run_config(run_file(security={"tls": FILES}), environ={}).security.tls.enabled
-    for missing in FILES:
-        files = {name: path for name, path in FILES.items() if name != missing}
+    assert load_run_config(run_file(security={"tls": files}), environ={}).security.tls.enabled
+    for missing in files:
+        some = {name: path for name, path in files.items() if name != missing}
         with pytest.raises(ConfigError, match=f"certificate, key and ca together; missing: {missing}"):
-            load_run_config(run_file(security={"tls": files}), environ={})
+            load_run_config(run_file(security={"tls": some}), environ={})
 
 
 def test_a_loss_without_dual_clip_takes_its_own_resolved_run_file(run_file, tmp_path: Path) -> None:

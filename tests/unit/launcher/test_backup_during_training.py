@@ -83,23 +83,18 @@ def test_a_backup_keeps_what_it_has_copied_although_the_run_prunes_it_meanwhile(
     assert (again.train_step, again.removed, [s.train_step for s in copied.committed_states()]) == (3, 1, [3, 2])
 
 
-def test_a_damaged_state_of_an_earlier_backup_is_copied_again(store: CheckpointStore, tmp_path: Path) -> None:
-    back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy")
-    copied = store.at(tmp_path / "copy" / "checkpoints")
-    (state,) = copied.committed_states()
-    (state.folder / state.record.files[0].path).write_bytes(b"")
-    assert copied.committed_states() == []
-    assert back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy").train_step == 1
-    copied.verify_state(state)
-
-
-def test_a_damaged_state_of_an_earlier_backup_that_the_run_has_pruned_is_removed(
+def test_a_damaged_state_of_an_earlier_backup_is_copied_again_or_removed_where_the_run_has_pruned_it(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
     back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy")
     copied = store.at(tmp_path / "copy" / "checkpoints")
     (state,) = copied.committed_states()
-    (state.folder / state.record.files[0].path).write_bytes(b"")
+    damaged = state.folder / state.record.files[0].path
+    damaged.write_bytes(b"")
+    assert copied.committed_states() == []
+    assert back_up(RunFolder(tmp_path / "run"), store, tmp_path / "copy").train_step == 1
+    copied.verify_state(state)
+    damaged.write_bytes(b"")
     for step in (2, 3):
         write_batch(store, make_batch(step), CURSOR)
         save(store, step)

@@ -41,21 +41,15 @@ def waits(folder: Path, *polls: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def test_a_reason_is_noted_once_however_many_services_and_seconds_it_has(tmp_path: Path) -> None:
+def test_a_reason_of_two_polls_is_noted_once_however_many_services_and_seconds_it_has(tmp_path: Path) -> None:
     late = "Redis: no answer within {} s"
     one, two = {"trainer-0": late.format(2)}, {"rollout-0": late.format(2), "trainer-0": late.format(15)}
     assert waits(tmp_path, one, one, two, two, one, two) == ["waiting: trainer-0: Redis: no answer within 2 s"]
-
-
-def test_another_reason_and_one_that_returns_are_noted(tmp_path: Path) -> None:
     full, late = {"trainer-0": "disk full"}, {"rollout-0": "Redis: late"}
     both = "waiting: trainer-0: disk full; rollout-0: Redis: late"
     assert waits(tmp_path, full, full, full | late, full | late) == ["waiting: trainer-0: disk full", both]
     assert waits(tmp_path, full, full, {}, full, full) == ["waiting: trainer-0: disk full"] * 2
-
-
-def test_a_reason_of_one_poll_is_not_noted(tmp_path: Path) -> None:
-    assert waits(tmp_path, {"trainer-0": "disk full"}, {}, {"trainer-0": "disk full"}) == []
+    assert waits(tmp_path, full, {}, full) == []
 
 
 def notes(reports: Sequence[dict[str, Any]], train_steps: int = 40) -> list[str]:
@@ -67,13 +61,10 @@ def report(reward: float, truncated: float) -> dict[str, Any]:
     return {"reward_mean": reward, "batch": {"truncated_share": truncated}}
 
 
-def test_a_reward_that_stays_zero_is_noted_once_after_five_steps() -> None:
+def test_a_reward_that_stays_zero_is_noted_once_after_five_steps_or_at_the_last_one() -> None:
     assert notes([report(0.0, 0.2)] * 4) == []
     (note,) = notes([report(0.0, 0.2)] * 12)
     assert "the reward was 0 in each of the first 5 train steps" in note and "verifier" in note
-
-
-def test_a_short_run_is_noted_at_its_last_step() -> None:
     (note,) = notes([report(0.0, 0.2)] * 2, train_steps=2)
     assert "first 2 train steps" in note
 

@@ -79,32 +79,20 @@ def test_a_pipe_gets_one_line_per_update_of_any_length(shown) -> None:
     assert len(text) > 80
 
 
-def test_a_pipe_is_told_what_the_start_waits_for_instead_of_zeros(shown) -> None:
+def test_a_start_and_a_queue_that_is_held_up_say_why(shown) -> None:
     text = shown(sample(serving=False), terminal=False)
-    assert text.rstrip().endswith("waiting for a generator that serves a policy")
-    assert "tokens/s" not in text
-
-
-def test_a_queue_that_is_held_up_says_why(shown) -> None:
+    assert text.rstrip().endswith("waiting for a generator that serves a policy") and "tokens/s" not in text
     assert "queue" not in shown(sample(), terminal=False)
     assert "queue recovering: Redis was restarted" in shown(sample(recovering=True), terminal=False)
     assert "queue paused" in shown(sample(user_paused=True), terminal=False)
-
-
-def test_an_agent_run_without_agents_says_where_they_connect(shown) -> None:
+    held = Desired(pool_size=192, start_at_version=5)
+    pinned = shown(sample(pinned=4, desired=held), terminal=False)
+    assert "queue pinned to version 4, too old for new rollouts" in pinned
+    assert "pinned" not in shown(sample(pinned=5, desired=held), terminal=False)
     url = "http://127.0.0.1:8081/v1"
     text = shown(sample(leased=0), terminal=False, agents=url)
-    assert "queue waiting for agents, which open sessions at http://127.0.0.1:8081/v1/sessions" in text
+    assert f"queue waiting for agents, which open sessions at {url}/sessions" in text
     assert "agents" not in shown(sample(), terminal=False, agents=url), "sessions are open"
-    assert "agents" not in shown(sample(leased=0), terminal=False)
-
-
-def test_a_pinned_run_says_why_no_rollout_starts(shown) -> None:
-    held = Desired(pool_size=192, start_at_version=5)
-    assert "queue pinned to version 4, too old for new rollouts" in shown(
-        sample(pinned=4, desired=held), terminal=False
-    )
-    assert "pinned" not in shown(sample(pinned=5, desired=held), terminal=False)
 
 
 def test_the_panel_says_the_phase_the_time_and_the_time_left_as_the_page_does(shown, tmp_path) -> None:
