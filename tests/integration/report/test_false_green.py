@@ -21,7 +21,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
 from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.ledger_check import QueueAccount
-from rollmesh.types import Batch, PolicyRecord, SegmentSource, Trajectory
+from rollmesh.types import Batch, Group, PolicyRecord, Segment, SegmentSource, Trajectory
 
 from ...kit.checkpoint_samples import flip, write_batch
 from .made_checkpoints import STEPS, MadeRun, hf_logprobs, off_by, resampled, rewritten
@@ -55,33 +55,148 @@ def forget_versions(audited: MadeRun, *versions: int) -> None:
     (audited.folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-@pytest.mark.parametrize("mode", ["interrupt", "drain"])
-def test_segments_that_are_all_impure_are_not_green_where_no_generator_keeps_its_cache(
-    audited: MadeRun, mode: str
-) -> None:
-    audited.change_config(generator={"on_new_version": mode})
-    audited.replace_batches(resampled(lambda s: dataclasses.replace(s, kv_min_version=-1)))
+def with_segments(run: MadeRun, only: str = "", at: int = 6, **changes: Any) -> None:
+    """Write other fields of the policy's segments, in one batch or in all."""
+    change = resampled(lambda segment: dataclasses.replace(segment, **changes), only)
+    run.replace_batch(at, change) if only else run.replace_batches(change)
+
+
+def with_group(run: MadeRun, at: int, change: Callable[[Group, Group], Group]) -> None:
+    """Replace the second group of a batch by what ``change`` makes of it and the first one of batch 2."""
+    other = run.store.read_batch(2).groups[0]
+    run.replace_batch(at, lambda b: dataclasses.replace(b, groups=(b.groups[0], change(b.groups[1], other))))
+
+
+def too_old(run: MadeRun) -> None:
+    old = run.store.read_batch(1).groups[0].trajectories[0]
+    stale = rewritten(lambda t: dataclasses.replace(t, prompt=old.prompt, segments=old.segments), "e0-10.1")
+    run.replace_batch(6, stale)
+
+
+def in_a_bfloat16_run(run: MadeRun, change: Callable[[Segment], Segment]) -> None:
+    run.change_config(model={"dtype": "bfloat16"})
+    run.replace_batch(4, resampled(change))
+
+
+def with_impure_segments(run: MadeRun, mode: str, *, all_of_them: bool) -> None:
+    run.change_config(generator={"on_new_version": mode})
+    if all_of_them:
+        with_segments(run, kv_min_version=-1)
+
+
+def waiting(run: MadeRun, **changes: Any) -> None:
+    """The first group of batch 2 is in a batch file that is not committed, too."""
+    (group,) = run.store.read_batch(2).groups[:1]
+    write_batch(run.store, Batch(train_step=7, groups=(dataclasses.replace(group, **changes),)), Cursor())
+
+
+def short(file: Path, by: int = 1) -> None:
+    file.write_bytes(file.read_bytes()[:-by])
+
+
+def weights_of(run: MadeRun) -> Path:
+    (file,) = newest_state(run).glob("*.safetensors")
+    return file
+
+
+def batch_file(run: MadeRun, step: int) -> Path:
+    return run.folder / "checkpoints" / "batches" / f"{step:08d}.pb"
+
+
+Fault = tuple[Callable[[MadeRun], object], str, dict[str, Any]]
+MISSING_BATCH = "train step 3 has no valid batch file"
+NEWER_ANNOUNCED = "a policy of train step 6 was announced"
+FAULTS: dict[str, Fault] = {
+    "a log-probability": (
+        lambda run: run.replace_batch(4, resampled(off_by(5e-4, last=True), "e0-6.0")),
+        "policy version 3",
+        {},
+    ),
+    "a wrong version": (
+        lambda run: with_segments(run, "e0-10.0", policy_version=4, kv_min_version=4),
+        "policy version 4",
+        {},
+    ),
+    "a group in two batches": (
+        lambda run: with_group(run, 5, lambda _, other: other),
+        "e0-2 at steps 2 and 5",
+        {"trained_twice": {"e0-2": (2, 5)}},
+    ),
+    "a group that waits": (waiting, "e0-2", {"trained_twice": {"e0-2": (2, 7)}, "batch_files": 6, "groups": 12}),
+    "a trajectory in another group": (
+        lambda run: with_group(run, 3, lambda own, other: dataclasses.replace(own, trajectories=other.trajectories)),
+        "2 trajectories are in more than one place: e0-2.0 in e0-2 and e0-5",
+        {"trajectories_twice": {"e0-2.0": ("e0-2", "e0-5"), "e0-2.1": ("e0-2", "e0-5")}},
+    ),
+    "a trajectory twice in a group": (
+        lambda run: with_group(run, 3, lambda own, _: dataclasses.replace(own, trajectories=own.trajectories[:1] * 2)),
+        "e0-5.0",
+        {"trajectories_twice": {"e0-5.0": ("e0-5", "e0-5")}},
+    ),
+    "a trajectory that waits in another group": (
+        lambda run: waiting(run, group_id="e0-40"),
+        "2 trajectories are in more than one place",
+        {"trajectories_twice": {"e0-2.0": ("e0-2", "e0-40"), "e0-2.1": ("e0-2", "e0-40")}},
+    ),
+    "no batch file": (lambda run: batch_file(run, 3).unlink(), MISSING_BATCH, {"batch_files": 5}),
+    "half a batch file": (lambda run: short(batch_file(run, 3), 20), MISSING_BATCH, {"batch_files": 5}),
+    "a trajectory over the bound": (too_old, "", {"staleness_violations": ("e0-10.1",), "largest_staleness": 5}),
+    "a train step that nothing names": (lambda run: shutil.rmtree(the_policy(run, 1)), "train step is unknown", {}),
+    "no state": (
+        lambda run: shutil.rmtree(run.folder / "checkpoints" / "states"),
+        "",
+        {"committed_step": -1, "groups": 0},
+    ),
+    "no run file": (lambda run: (run.folder / "config.yaml").unlink(), "the staleness bound is not known", {}),
+    "bfloat16, 40 nats": (
+        lambda run: in_a_bfloat16_run(run, off_by(-40.0, last=True)),
+        "policy version 3: ",
+        {},
+    ),
+    "bfloat16, no number": (lambda run: in_a_bfloat16_run(run, off_by(float("nan"), last=True)), "are not finite", {}),
+    "bfloat16, another policy": (
+        lambda run: in_a_bfloat16_run(run, off_by(-0.5)),
+        "policy version 3: mean gap of 0.",
+        {},
+    ),
+    "a short commit": (lambda run: short(newest_state(run) / "COMMITTED"), NEWER_ANNOUNCED, {"committed_step": 5}),
+    "a short state": (lambda run: short(weights_of(run)), NEWER_ANNOUNCED, {"committed_step": 5}),
+    "a flipped state": (lambda run: flip(weights_of(run), -1), "trainer state 00000006-s6 is damaged", {}),
+}
+UNCHECKED: dict[str, tuple[Callable[[MadeRun], object], str]] = {
+    "all are impure": (
+        lambda run: with_impure_segments(run, "drain", all_of_them=True),
+        "generator.on_new_version=drain never does",
+    ),
+    "a few are impure": (
+        lambda run: with_impure_segments(run, "interrupt", all_of_them=False),
+        "5 segments (25 tokens)",
+    ),
+    "none was sampled": (
+        lambda run: with_segments(run, source=SegmentSource.ENVIRONMENT, behavior_logprobs=None),
+        "no batch file contains a sampled token",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_red_and_said(audited: MadeRun, name: str) -> None:
+    change, told, found = FAULTS[name]
+    change(audited)
     result = audit_run(audited.folder)
     assert not result.green
-    assert result.verdict == "incomplete"
-    assert any(f"generator.on_new_version={mode} never does" in reason for reason in result.unchecked)
+    assert any(told in problem for problem in result.problems), result.problems
+    assert {field: getattr(result, field) for field in found} == found
+    json.dumps(dataclasses.asdict(result), allow_nan=False)
 
 
-def test_a_few_impure_segments_are_not_green_where_no_generator_keeps_its_cache(audited: MadeRun) -> None:
-    audited.change_config(generator={"on_new_version": "interrupt"})
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_tokens_that_nothing_scores_again_make_an_audit_incomplete(audited: MadeRun, name: str) -> None:
+    change, told = UNCHECKED[name]
+    change(audited)
     result = audit_run(audited.folder)
-    assert not result.green
-    assert (result.verdict, result.problems, len(result.unchecked)) == ("incomplete", (), 1)
-    assert "5 segments (25 tokens)" in result.unchecked[0]
-
-
-def test_a_run_of_which_no_token_was_scored_again_is_not_green(audited: MadeRun) -> None:
-    environment = {"source": SegmentSource.ENVIRONMENT, "behavior_logprobs": None}
-    audited.replace_batches(resampled(lambda s: dataclasses.replace(s, **environment)))
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert result.verdict == "incomplete"
-    assert any("no batch file contains a sampled token" in reason for reason in result.unchecked)
+    assert (result.verdict, result.green, result.problems) == ("incomplete", False, ())
+    assert any(told in reason for reason in result.unchecked), result.unchecked
 
 
 def last_line(result: AuditResult) -> str:
@@ -132,33 +247,6 @@ def test_a_run_whose_pruned_policies_have_a_large_share_of_the_tokens_is_incompl
     assert result.is_accepted
 
 
-def test_a_run_that_is_pruned_so_far_that_no_token_can_be_scored_is_incomplete(audited: MadeRun) -> None:
-    audited.change_config(checkpoints={"keep_last": 2})
-    forget_versions(audited, 0, 1, 2, 3, 4)
-    audited.replace_batches(resampled(lambda s: dataclasses.replace(s, policy_version=0, kv_min_version=0)))
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert any("0 of 0 policy tokens" in reason for reason in result.unchecked)
-
-
-@pytest.mark.parametrize(("gap", "told"), [(-40.0, "nats from its checkpoint"), (float("nan"), "are not finite")])
-def test_a_bfloat16_token_that_is_30_nats_off_or_no_number_is_red(audited: MadeRun, gap: float, told: str) -> None:
-    audited.change_config(model={"dtype": "bfloat16"})
-    audited.replace_batch(4, resampled(off_by(gap, last=True)))
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert any(problem.startswith("policy version 3: ") and told in problem for problem in result.problems)
-    json.loads(json.dumps(dataclasses.asdict(result), allow_nan=False))
-
-
-def test_bfloat16_logprobs_of_another_policy_are_red_by_their_mean(audited: MadeRun) -> None:
-    audited.change_config(model={"dtype": "bfloat16"})
-    audited.replace_batch(4, resampled(off_by(-0.5)))
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert any("policy version 3: mean gap of 0." in problem for problem in result.problems)
-
-
 def in_bfloat16(audited: MadeRun, by: float) -> AuditResult:
     """Audit the run as if an engine had sampled in bfloat16: Hugging Face's logprobs of that dtype, moved by ``by``."""
     audited.change_config(model={"dtype": "bfloat16"})
@@ -196,7 +284,7 @@ def test_a_drift_that_the_rounding_of_the_same_weights_does_not_explain_is_red(a
 
 
 def torn(manifest: Path) -> None:
-    manifest.write_bytes(manifest.read_bytes()[:-7])
+    short(manifest, 7)
 
 
 def forged(manifest: Path) -> None:
@@ -247,34 +335,6 @@ def test_another_folder_in_the_place_of_the_announced_one_is_red(audited: MadeRu
     assert any("the registry announced policies/00000002-s2, which is missing" in p for p in result.problems)
 
 
-def cut_committed(state: Path) -> None:
-    file = state / "COMMITTED"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def cut_weights(state: Path) -> None:
-    (file,) = state.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("damage", [cut_committed, cut_weights])
-def test_a_newest_state_that_is_one_byte_short_is_red(audited: MadeRun, damage: Callable[[Path], None]) -> None:
-    damage(newest_state(audited))
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert result.committed_step == STEPS - 1
-    assert list(result.unsound_states) == [newest_state(audited).name]
-    assert any("a policy of train step 6 was announced" in problem for problem in result.problems)
-
-
-def test_one_byte_flipped_in_the_newest_state_is_red(audited: MadeRun) -> None:
-    (file,) = newest_state(audited).glob("*.safetensors")
-    flip(file, -1)
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert any(f"trainer state {newest_state(audited).name} is damaged" in problem for problem in result.problems)
-
-
 def flip_committed(state: Path) -> None:
     flip(state / "COMMITTED", -100)
 
@@ -307,37 +367,3 @@ def test_states_of_every_third_step_lag_behind_the_announced_policy_and_are_gree
     shutil.rmtree(the_policy(audited, 6))
     result = audit_run(audited.folder)
     assert (result.problems, result.committed_step, result.announced_step) == ((), 3, 5)
-
-
-def test_the_same_trajectory_in_another_group_is_red(audited: MadeRun) -> None:
-    stolen = audited.store.read_batch(2).groups[0].trajectories
-
-    def under_another_group(batch: Batch) -> Batch:
-        group = dataclasses.replace(batch.groups[1], trajectories=stolen)
-        return dataclasses.replace(batch, groups=(batch.groups[0], group))
-
-    audited.replace_batch(3, under_another_group)
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert result.trajectories_twice == {"e0-2.0": ("e0-2", "e0-5"), "e0-2.1": ("e0-2", "e0-5")}
-    assert any("2 trajectories are in more than one place: e0-2.0 in e0-2 and e0-5" in p for p in result.problems)
-
-
-def test_the_same_trajectory_twice_in_one_group_is_red(audited: MadeRun) -> None:
-    def doubled(batch: Batch) -> Batch:
-        first, *rest = batch.groups
-        twice = dataclasses.replace(first, trajectories=(first.trajectories[0],) * 2)
-        return dataclasses.replace(batch, groups=(twice, *rest))
-
-    audited.replace_batch(3, doubled)
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert result.trajectories_twice == {"e0-4.0": ("e0-4", "e0-4")}
-
-
-def test_a_trajectory_that_waits_in_another_group_of_an_uncommitted_batch_file_is_red(audited: MadeRun) -> None:
-    (group,) = audited.store.read_batch(2).groups[:1]
-    write_batch(audited.store, Batch(train_step=7, groups=(dataclasses.replace(group, group_id="e0-40"),)), Cursor())
-    result = audit_run(audited.folder)
-    assert not result.green
-    assert list(result.trajectories_twice) == ["e0-2.0", "e0-2.1"]
