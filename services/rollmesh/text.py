@@ -21,6 +21,9 @@ from rollmesh.errors import DataError
 from rollmesh.template_language import Span
 from rollmesh.types import Int32Array
 
+_SHORT_CHARACTERS = 8192
+"""Length of a text that is encoded in less time than a thread needs to begin."""
+
 
 class Tokenizer:
     """Tokenizer and chat template of one model folder.
@@ -115,7 +118,9 @@ class Tokenizer:
         return self._ids(self._tokenizer.encode(_whole(text), add_special_tokens=special_tokens))
 
     def encode_aside(self, text: str, *, special_tokens: bool = False) -> Int32Array:
-        """Do the same as ``encode`` for a long text in a worker thread, without blocking other threads."""
+        """Do the same as ``encode`` for a text that may be long, in a worker thread that then blocks no other."""
+        if len(text) < _SHORT_CHARACTERS:
+            return self.encode(text, special_tokens=special_tokens)
         # Only the tokenizer's batch calls release the interpreter's lock.
         (encoding,) = self._tokenizer.encode_batch([_whole(text)], add_special_tokens=special_tokens)
         return self._ids(encoding)

@@ -19,18 +19,8 @@ __all__ = ["OwnLoop", "Sums"]
 class SumData(vf.TaskData):
     answer: int
     tools: tuple[dict[str, Any], ...] = ()
-    """Tools of the loop in this file; those of the toolset are found by the loop of the package."""
     gate: str = ""
-    """File without which the tools of the loop in this file do not answer."""
-
-
-class Adder(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
-    TOOL_PREFIX = None
-
-    @vf.tool
-    async def add(self, a: int, b: int) -> str:
-        """Add two numbers."""
-        return added(a, b)
+    """File without which the tools do not answer."""
 
 
 def added(a: int, b: int) -> str:
@@ -51,10 +41,6 @@ class Sums(vf.Taskset[SumTask]):
     def load(self) -> Iterator[SumTask]:
         for answer in (5, 6):
             yield SumTask(SumData(prompt="what is 2 + 3?", answer=answer), self.config.task)
-
-    @classmethod
-    def toolsets(cls, config: vf.TasksetConfig) -> list[vf.Toolset]:
-        return [Adder(vf.SharedToolsetConfig())] if "SUMS_TOOLS" in os.environ else []
 
 
 class OwnLoopConfig(vf.HarnessConfig):
@@ -96,6 +82,3 @@ async def same_python(self: SubprocessRuntime, script: Any, env: Any = None, *, 
 
 # The programs of the package run with this Python, which has what they need, instead of one that uv downloads.
 SubprocessRuntime.prepare_uv_script = same_python  # type: ignore[method-assign]
-
-if __name__ == "__main__":
-    Adder.run()

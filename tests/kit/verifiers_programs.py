@@ -31,10 +31,12 @@ def document_script(name: str, module: str, token: str = "", **changes: str) -> 
 
 
 @contextmanager
-def verifiers_server(address: str, module: str, token: str, log: Path, harness: str = "") -> Iterator[None]:
+def verifiers_server(
+    address: str, module: str, token: str, log: Path, harness: str = "", **changes: str
+) -> Iterator[None]:
     """An environment server with the taskset of a module, and its harness or another; it is killed at the end."""
     with log.open("ab") as file:
-        changes = {"tcp://127.0.0.1:5000": address, "null": harness or module}
+        changes |= {"tcp://127.0.0.1:5000": address, "null": harness or module}
         process = subprocess.Popen(**document_script("serve", module, token, **changes), stdout=file, stderr=file)
     try:
         yield

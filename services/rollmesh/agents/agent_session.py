@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rollmesh.agents.answer_stream import AnswerStream, AnswerTurn
@@ -201,6 +201,8 @@ class SessionTrajectory:
         self.lost = ""
         """Reason for losing the trajectory; empty while it belongs to the session."""
         self._session = session
+        self._stored = mark
+        """Newest mark that the queue has."""
         self._saving = asyncio.Lock()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -233,6 +235,23 @@ class SessionTrajectory:
             "policy_versions": sorted({s.policy_version for s in segments if s.behavior_logprobs is not None}),
         }
 
+    def begin_turn(self, turn: TurnMark) -> None:
+        """Begin a turn; its mark is stored with the tokens of the next save."""
+        self.mark = replace(self.mark, turn=asdict(turn), turn_starts=(*self.mark.turn_starts, turn.at))
+        self.turn, self.finish_reason = None, ""
+
+    def rewind(self, active: ActiveTrajectory) -> None:
+        """Return to the newest turn that the queue has: a new lease may lack one that had just begun."""
+        if self.turn_mark is not None and active.token_count < self.turn_mark.at:
+            self.mark = self._stored
+
+    async def save(self, rollout: RolloutContext) -> None:
+        """Save all tokens, and in the same step the mark if it has changed."""
+        if self.mark is not self._stored:
+            await self.save_mark(rollout)
+        else:
+            await rollout.save(rollout.active)
+
     async def save_mark(self, rollout: RolloutContext, **changes: Any) -> None:
         """Save changes of the mark, with all tokens before it, then apply them.
 
@@ -242,8 +261,8 @@ class SessionTrajectory:
         async with self._saving:
             mark = replace(self.mark, **changes)
             unsaved = rollout.pinned_version is None and active.saved_token_count < active.token_count
-            await (rollout.save if unsaved else rollout.keep_snapshot)(active, *_stored(mark))
-            self.mark = mark
+            await (rollout.save if unsaved else rollout.keep_snapshot)(active, *_words(mark))
+            self.mark = self._stored = mark
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:
         """Wait until the agent has posted its reward; the worker runs this.
@@ -260,12 +279,13 @@ class SessionTrajectory:
                 if registrations != active.registrations:  # Redis may have lost the newest mark
                     registrations = active.registrations
                     async with self._saving:
-                        await rollout.keep_snapshot(active, *_stored(self.mark))
+                        await rollout.keep_snapshot(active, *_words(self._stored))
                 if not self.busy:
                     if self.mark.ended and not self.given_up:
                         return self._result()
                     active.check_lost()
                     if active.park_reason is ReleaseReason.DRAINED:
+                        await self.save(rollout)
                         raise Parked(ReleaseReason.DRAINED)
                     if self.given_up or time.monotonic() >= self._session.deadline:
                         return await self._give_up(rollout)
@@ -361,6 +381,6 @@ class SessionTrajectory:
         await asyncio.wait([self._waiter], timeout=seconds)
 
 
-def _stored(mark: AgentMark) -> tuple[bytes, str, str]:
+def _words(mark: AgentMark) -> tuple[bytes, str, str]:
     """Return a mark as it is stored, the id of its session's team, and the session's name."""
     return mark.to_bytes(), root_of(mark.session_id), mark.session_name

@@ -73,10 +73,11 @@ class AnswerInProgress:
 class AnswerStream:
     """Stream of deltas, fed from an active trajectory while a sampling call runs."""
 
-    def __init__(self, turn: AnswerTurn, start: int) -> None:
-        """``start``: response tokens of the trajectory before the turn."""
+    def __init__(self, turn: AnswerTurn, start: int, *, texts: bool = True) -> None:
+        """``start``: response tokens of the trajectory before the turn; ``texts``: as in ``ParsedRequest``."""
         self.turn = turn
         self._start = start
+        self._texts = texts
         self._seen = start + turn.token_count
         self._changed = asyncio.Event()
         self._sent_tokens = 0
@@ -101,12 +102,13 @@ class AnswerStream:
         try:
             while not task.done():
                 await self._wait()
-                if text := self.turn.new_text():
+                text = self.turn.new_text() if self._texts else ""
+                if text or (not self._texts and self.turn.token_count > self._sent_tokens):
                     yield self._delta(text, None)
             reason = task.result()
             self.turn.finish()
             stopped = self.turn.stopped or reason is FinishReason.STOP
-            yield self._delta(self.turn.new_text(final=True), "stop" if stopped else "length")
+            yield self._last("stop" if stopped else "length")
         finally:
             if not task.done():
                 await cancel_and_wait(task)
@@ -114,7 +116,10 @@ class AnswerStream:
     def replay(self, finish_reason: str) -> Delta:
         """Return a complete answer as one delta."""
         self.turn.finish()
-        return self._delta(self.turn.new_text(final=True), finish_reason)
+        return self._last(finish_reason)
+
+    def _last(self, finish_reason: str) -> Delta:
+        return self._delta(self.turn.new_text(final=True) if self._texts else "", finish_reason)
 
     async def _wait(self) -> None:
         try:
@@ -128,7 +133,7 @@ class AnswerStream:
     def _delta(self, text: str, finish_reason: str | None) -> Delta:
         # Tokens whose text may still become a stop string are sent with the last delta, if they belong to the answer.
         count = self.turn.token_count if finish_reason or not self.turn.undecided else self._sent_tokens
-        tokens = self.turn.logprobs(self._sent_tokens)[: max(0, count - self._sent_tokens)]
+        tokens = self.turn.logprobs(self._sent_tokens, count, texts=self._texts)
         self._sent_tokens = max(self._sent_tokens, count)
         return Delta(
             text=text,
@@ -167,7 +172,8 @@ class AnswerTurn:
     """
 
     def __init__(self, tokenizer: Tokenizer, context_ids: Int32Array, stops: Sequence[str] = ()) -> None:
-        self._stream = TextStream(tokenizer, context_ids)
+        self._decoder = TextStream(tokenizer, context_ids)
+        self._finished = False
         self._stops = tuple(stops)
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -211,7 +217,16 @@ class AnswerTurn:
     @property
     def undecided(self) -> bool:
         """True while the newest tokens may be the beginning of a stop string."""
-        return not self.stopped and held_back(self._stream.text, self._stops) > 0
+        return bool(self._stops) and not self.stopped and held_back(self._stream.text, self._stops) > 0
+
+    @property
+    def _stream(self) -> TextStream:
+        """Text of all tokens; they are decoded when it is needed."""
+        for token_id in self._ids[len(self._decoder.raw_ends) :]:
+            self._decoder.push(token_id)
+        if self._finished:
+            self._decoder.flush()
+        return self._decoder
 
     def feed(self, segment: Segment) -> None:
         """Add sampled tokens; those after a stop string are ignored."""
@@ -219,7 +234,6 @@ class AnswerTurn:
         for token_id, logprob in zip(segment.token_ids.tolist(), segment.behavior_logprobs.tolist(), strict=True):
             if self.stopped:
                 return
-            self._stream.push(token_id)
             self._ids.append(token_id)
             self._logprobs.append(logprob)
             self._versions.append(segment.policy_version)
@@ -228,7 +242,7 @@ class AnswerTurn:
     def finish(self) -> None:
         """Finish the text; no token follows."""
         if not self.stopped:
-            self._stream.flush()
+            self._finished = True
             self._look_for_stop()
 
     def new_text(self, *, final: bool = False) -> str:
@@ -244,14 +258,15 @@ class AnswerTurn:
         again._sent = 0
         return again
 
-    def logprobs(self, start: int = 0) -> list[TokenLogprob]:
-        """Return the tokens from index ``start`` on, with their log-probabilities."""
-        ends = [0, *self._stream.raw_ends]
+    def logprobs(self, start: int = 0, end: int | None = None, *, texts: bool = True) -> list[TokenLogprob]:
+        """Return the tokens from index ``start`` to ``end`` with their log-probabilities, and without texts if so."""
+        ids, logprobs = self._ids[start:end], self._logprobs[start:end]
+        if not texts:
+            return [TokenLogprob(token_id, "", logprob) for token_id, logprob in zip(ids, logprobs, strict=True)]
+        raw, ends = self._stream.raw, [0, *self._stream.raw_ends]
         return [
-            TokenLogprob(
-                token_id=self._ids[at], token=self._stream.raw[ends[at] : ends[at + 1]], logprob=self._logprobs[at]
-            )
-            for at in range(start, len(self._ids))
+            TokenLogprob(token_id, raw[ends[at] : ends[at + 1]], logprob)
+            for at, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True), start)
         ]
 
     def _look_for_stop(self) -> None:
@@ -305,7 +320,7 @@ class TextStream:
         self.text_ends.append(len(self.text))
 
     def flush(self) -> None:
-        """Decode the remaining incomplete characters; no token follows."""
+        """Decode the remaining incomplete characters, if any; no token follows."""
         if self._read < len(self._window):
             self._emit(self._piece(), None)
             self.raw_ends[-1], self.text_ends[-1] = len(self.raw), len(self.text)

@@ -260,7 +260,7 @@ class _Call:
             await cancel_and_wait(*readers)
 
     def _saw(self, delta: Delta) -> None:
-        if delta.text and not self._first_text_seen:
+        if (delta.text or delta.token_ids) and not self._first_text_seen:
             self._first_text_seen = True
             self._metrics.first_text_seconds.observe(time.monotonic() - self._begun)
 

@@ -172,6 +172,16 @@ class SamplingRequest(Sampling):
         return 1
 
     @property
+    def needs_texts(self) -> bool:
+        """True if the answer has the texts of its tokens."""
+        return bool(self.stream or self.stops or self.wants_logprobs)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if the answer has the log-probabilities of its tokens."""
+        return False
+
+    @property
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()

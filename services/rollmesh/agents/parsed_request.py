@@ -39,6 +39,8 @@ class ParsedRequest:
     """Message that the tokens of an answer to a context say; None if it is their text."""
     streams: bool
     """True if the message of a part of an answer is a part of its message."""
+    texts: bool = True
+    """False if the ids of the answer's tokens are enough: its message is read from them when it is complete."""
     choices: int
     stops: tuple[str, ...]
     token_limit: int | None
@@ -97,6 +99,7 @@ def parse_request(
         next_ids=next_ids,
         read=read,
         streams=streams,
+        texts=read is None or request.needs_texts,
         choices=request.n or 1,
         stops=request.stops,
         token_limit=request.token_limit,

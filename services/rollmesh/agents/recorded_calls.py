@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -286,9 +286,10 @@ class RecordedCalls:
             )
             active.add(added)
         mark = mark_turn(request.context, active.token_count)
-        trajectory.turn, trajectory.finish_reason = None, ""
-        starts = (*trajectory.mark.turn_starts, mark.at)
-        await trajectory.save_mark(rollout, turn=asdict(mark), turn_starts=starts)
+        is_first = trajectory.turn_mark is None
+        trajectory.begin_turn(mark)
+        if is_first:  # nothing else stores whose trajectory it is; later turns are saved with their first tokens
+            await trajectory.save(rollout)
         turn = AnswerTurn(self._tokenizer, active.context_ids(), request.stops)
         return self._answer(call, turn, mark.at)
 
@@ -297,7 +298,7 @@ class RecordedCalls:
         trajectory = call.trajectory
         mark = trajectory.turn_mark
         assert trajectory.turn is not None and mark is not None
-        stream = AnswerStream(trajectory.turn.unsent_copy(), mark.at)
+        stream = AnswerStream(trajectory.turn.unsent_copy(), mark.at, texts=call.request.texts)
         finish_reason = trajectory.finish_reason
 
         async def deltas() -> AsyncGenerator[Delta, None]:
@@ -307,7 +308,7 @@ class RecordedCalls:
 
     def _answer(self, call: _SessionCall, turn: AnswerTurn, at: int) -> AnswerInProgress:
         trajectory, limit = call.trajectory, call.request.token_limit
-        stream = trajectory.stream = AnswerStream(turn, at)
+        stream = trajectory.stream = AnswerStream(turn, at, texts=call.request.texts)
         end = self._budget if limit is None else min(self._budget, at + limit)
 
         async def deltas() -> AsyncGenerator[Delta, None]:
@@ -344,8 +345,8 @@ class RecordedCalls:
             if turn.stopped or active.token_count >= end:
                 return FinishReason.STOP if turn.stopped else FinishReason.LENGTH
             try:
-                reason = await self._sample_active(rollout, turn, end)
-                await rollout.save(active)
+                reason = await self._sample_active(trajectory, rollout, turn, at, end)
+                await trajectory.save(rollout)
                 return reason
             except Parked:
                 trajectory.busy = False
@@ -353,14 +354,17 @@ class RecordedCalls:
             except LetGo as error:
                 raise not_known_yet(trajectory.mark.session_id) from error
 
-    async def _sample_active(self, rollout: RolloutContext, turn: AnswerTurn, end: int) -> FinishReason:
+    async def _sample_active(
+        self, trajectory: SessionTrajectory, rollout: RolloutContext, turn: AnswerTurn, at: int, end: int
+    ) -> FinishReason:
         active = rollout.active
 
         async def save(active: ActiveTrajectory) -> None:
             # Saved tokens cannot be removed. Tokens that may write a stop string are therefore saved late, within the
             # limit on unsaved tokens.
-            if not turn.undecided or active.token_count - active.saved_token_count > self._save_slack:
-                await rollout.save(active)
+            unsaved = active.token_count - max(active.saved_token_count, at)
+            if turn.token_count and (not turn.undecided or unsaved > self._save_slack):
+                await trajectory.save(rollout)
 
         last = active.segments[-1] if active.segments else None
         if turn.token_count and last is not None and int(last.token_ids[-1]) in rollout.params.stop_token_ids:

@@ -164,6 +164,10 @@ class InputChat(ChatRequest):
 
     context_field: ClassVar[str] = "input"
 
+    @property
+    def needs_texts(self) -> bool:
+        return True  # the tokens of a thought are counted by their texts
+
 
 class ResponsesRequest(ConversationRequest):
     """POST /v1/responses."""

@@ -193,6 +193,7 @@ class SessionManager:
         active = rollout.active
         known = self._trajectories.get(active.trajectory_id)
         if known is not None and not known.lost:
+            known.rewind(active)
             if _continues(known, active):
                 return known
             known.mark_lost("its tokens differ from those in the queue")

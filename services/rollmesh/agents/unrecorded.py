@@ -59,7 +59,7 @@ class UnrecordedCalls:
             )
         )
         turn = AnswerTurn(self._tokenizer, context_ids, request.stops)
-        stream = AnswerStream(turn, 0)
+        stream = AnswerStream(turn, 0, texts=request.texts)
         active.observe(stream.update)
 
         pinned = request.pinned_version

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from rollmesh.store.queue_types import AppendResult, Score
+from rollmesh.store.queue_types import Append, AppendResult, Score
 from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.types import FinishReason, SegmentSource
 
@@ -71,6 +71,29 @@ async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_me
         assert api.value("rollmesh_agents_sessions_ended_total", how="rewarded") == 4
         for agent in agents:
             await agent.aclose()
+
+
+async def test_a_later_call_of_a_session_writes_to_the_queue_once(
+    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: AgentMesh = await make_mesh()
+    writes: list[int] = []
+    append = TrajectoryQueue.append
+
+    async def counted(queue: TrajectoryQueue, session: str, items: Sequence[Append]) -> list[AppendResult]:
+        writes.append(sum(len(segment) for item in items for segment in item.segments))
+        return await append(queue, session, items)
+
+    monkeypatch.setattr(TrajectoryQueue, "append", counted)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
+        await agent.turn()
+        writes.clear()
+        before = (await state(http, agent.id))["trajectories"][0]["tokens"]
+        await agent.turn(max_tokens=8)
+        after = (await state(http, agent.id))["trajectories"][0]["tokens"]
+        assert writes == [after - before], "the message, the answer and the mark of the turn in one write"
+        await agent.aclose()
 
 
 async def test_a_session_refuses_what_could_not_be_trained_on(make_mesh: Callable[..., Any]) -> None:

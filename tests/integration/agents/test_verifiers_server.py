@@ -6,8 +6,10 @@ import asyncio
 import json
 import shutil
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,25 @@ from rollmesh.types import OutcomeKind, SegmentSource, Trajectory
 from ...kit.verifiers_programs import document_script, script, verifiers_server
 from .agent_client import http_of
 from .agent_mesh import TOKEN, AgentMesh, Api
-from .tool_model import ADD
+from .tool_model import ADD, QUESTION
 
 MODULE = "verifiers_sums"
 
 
-def serving(address: str, folder: Path, harness: str = "") -> AbstractContextManager[None]:
-    return verifiers_server(address, MODULE, TOKEN, folder / "environment.log", harness)
+def serving(address: str, folder: Path) -> AbstractContextManager[None]:
+    return verifiers_server(address, MODULE, TOKEN, folder / "environment.log")
+
+
+def tasks_of(module: str, **changes: str) -> list[dict[str, Any]]:
+    """Rows with the tasks of a taskset, by the script of the document with texts in it replaced."""
+    words = document_script("tasks", module, **changes)
+    done = subprocess.run(**words, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def write_rows(file: Path, **changes: Any) -> dict[str, Any]:
     """Rows with the taskset's tasks, as a run's source."""
-    done = subprocess.run(**document_script("tasks", MODULE), capture_output=True, text=True, check=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = tasks_of(MODULE)
     for row in rows:
         row["task_data"] = json.dumps(json.loads(row["task_data"]) | {"tools": [ADD], **changes})
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -75,11 +83,16 @@ def trajectories(batch: Any) -> list[Trajectory]:
 
 
 def check_exact(mesh: AgentMesh, trajectory: Trajectory) -> None:
-    """The row's answer decides the reward, and the tokens are those of the whole conversation."""
+    """The row's answer decides the reward of the exact tokens."""
     assert trajectory.outcome is not None and trajectory.outcome.kind is OutcomeKind.SCORED
     right = float(json.loads(trajectory.prompt.metadata["task_data"])["answer"] == 5)
     assert trajectory.outcome.value == 2 * right  # its weight
     assert trajectory.outcome.parts == {"agent": 2 * right, "right": right, "turns": 2.0}
+    check_tokens(mesh, trajectory)
+
+
+def check_tokens(mesh: AgentMesh, trajectory: Trajectory) -> None:
+    """The tokens are those of the whole conversation."""
     text = mesh.tokenizer.decode(trajectory.response_ids, special_tokens=True)
     assert text.endswith("It is 5.<|im_end|>") and "<tool_response>\n5\n</tool_response>" in text
 
@@ -118,20 +131,52 @@ async def failed(mesh: AgentMesh, least: int) -> bool:
     return bool(counts.totals.get("unscorable_total", 0) >= least)
 
 
+class Resources(BaseHTTPRequestHandler):
+    """Resources of NeMo Gym, as its users write them: a tool, and the score of a response."""
+
+    def do_POST(self) -> None:
+        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer: Any = {}
+        if self.path == "/add":
+            answer = 5 if sent == {"a": 2, "b": 3} else "five"
+        elif self.path == "/verify":
+            *_, message = sent["response"]["output"]
+            answer = {**sent, "reward": float(sent["answer"] in message["content"][0]["text"]), "read": 1}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 @pytest.mark.long  # it starts a process for each episode
-async def test_a_harness_and_a_tool_server_of_the_package_work_unchanged(
-    make_tools_mesh: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_environment_a_harness_and_a_tool_server_of_the_package_work_unchanged(
+    make_tools_mesh: Callable[..., Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SUMS_TOOLS", "1")
-    address = f"tcp://127.0.0.1:{free_port()}"
-    mesh = await make_tools_mesh(
-        data=write_rows(tmp_path / "rows.jsonl"), schedule={"pool_size": 2, "groups_per_batch": 1}
-    )
-    with serving(address, tmp_path, "null"):
-        async with agent(mesh, address) as api:
-            for trajectory in trajectories(await mesh.batch(1)):
-                check_exact(mesh, trajectory)
-        assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
+    address, rows, dataset = f"tcp://127.0.0.1:{free_port()}", tmp_path / "rows.jsonl", tmp_path / "gym.jsonl"
+    asked = {"input": [QUESTION], "tools": [{"type": "function", **ADD["function"]}]}
+    dataset.write_text("\n".join(json.dumps({"responses_create_params": asked, "answer": n}) for n in ("5", "6")))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Resources) as resources:
+        threading.Thread(target=resources.serve_forever, daemon=True).start()
+        gym = {
+            "dataset": str(dataset),
+            "task": {"resources_url": f"http://127.0.0.1:{resources.server_port}"},
+        }
+        tasks = tasks_of("verifiers_gym", **{"id=name": f"id=name, **{gym}"})
+        rows.write_text("\n".join(map(json.dumps, tasks)))
+        source = {"type": "jsonl", "path": str(rows), "chat": True}
+        mesh = await make_tools_mesh(data={"source": source}, schedule={"pool_size": 2, "groups_per_batch": 1})
+        changes = {'"id": sys.argv[1]': f'"id": sys.argv[1], **{gym}'}
+        with verifiers_server(address, "verifiers_gym", TOKEN, tmp_path / "environment.log", "null", **changes):
+            async with agent(mesh, address) as api:
+                for trajectory in trajectories(await mesh.batch(1)):
+                    check_tokens(mesh, trajectory)
+                    right = float(json.loads(trajectory.prompt.metadata["task_data"])["row"]["answer"] == "5")
+                    assert trajectory.outcome is not None
+                    assert trajectory.outcome.parts == {"agent": right, "nemo_gym": right, "read": 1.0}
+            assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
+        resources.shutdown()
 
 
 @pytest.mark.long  # three processes that import verifiers

@@ -13,16 +13,18 @@ import pytest
 from rollmesh.agents import session_rewards
 from rollmesh.agents.agent_session import UNWANTED, AgentGone, AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import OpenAiMetrics
+from rollmesh.agents.context_match import TurnMark
 from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_requests import RewardRequest
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.agents.session_rewards import Rewards, check_repeated
 from rollmesh.config.rollout import RolloutConfig
+from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 
-from .sessions_for_tests import TOKENS, held_trajectory, opened_session, rollout_of
+from .sessions_for_tests import TOKENS, held_trajectory, opened_session, rollout_of, sampled
 
 
 async def ended_session(desk: SessionManager, number: int, how: str) -> tuple[str, weakref.ref[ActiveTrajectory]]:
@@ -81,6 +83,33 @@ async def test_a_reward_for_a_session_that_ended_without_one_is_refused() -> Non
     assert isinstance(found, EndedSession)
     with pytest.raises(OpenAiError, match="idle_timeout_seconds"):
         check_repeated(found, RewardRequest(reward=1.0))
+
+
+async def test_a_new_lease_that_lacks_a_turn_just_begun_continues_the_session_before_it() -> None:
+    down = False
+
+    async def keep_snapshot(*_: Any) -> None:
+        if down:
+            raise StoreUnavailable("no answer")
+
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
+    held = held_trajectory(0)
+    session, run = await opened_session(desk, rollout_of(held, keep_snapshot))
+    session.newest.begin_turn(TurnMark(characters=1, digest="", at=TOKENS + 1))  # its message is not saved yet
+    down = True
+    held.mark_registered(TOKENS)
+    with pytest.raises(StoreUnavailable):
+        await run
+    again = held_trajectory(0)
+    again.add(sampled(3))
+    leased = rollout_of(again)
+    run = asyncio.create_task(desk.run(leased))
+    while session.newest.rollout is not leased and not run.done():
+        await asyncio.sleep(0)
+    assert not session.ended and session.newest.turn_mark is None
+    desk.end(session, "given_up")
+    with pytest.raises(AgentGone):
+        await run
 
 
 async def silent_for_long(session: AgentSession) -> None:
