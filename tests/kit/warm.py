@@ -137,6 +137,18 @@ def template(*modules: str, seed: int | None = None) -> Template:
     return made
 
 
+def start_service(service: str, folder: Path, index: int, *, warm: bool) -> subprocess.Popen[bytes] | WarmProcess:
+    """Start a service of a run folder: in a new interpreter, or ``warm`` (a generator with the torch engine)."""
+    arguments = [service, str(folder / "run.yaml"), "--index", str(index)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    output = folder / f"{service}-{index}.log"
+    if warm:
+        return template(*GENERATOR).start("rollmesh.cli.main", arguments, output=output, environment=environment)
+    command = [sys.executable, "-m", "rollmesh.cli.main", *arguments]
+    with output.open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
 def close_templates() -> None:
     """End all templates."""
     while _OPEN:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -42,7 +40,7 @@ from rollmesh.wire.generation_client import GenerationClient
 from ...kit import generation, models
 from ...kit.generation import VOCAB, Rollout, hf_logprobs, prompt_ids
 from ...kit.waiting import reached
-from ...kit.warm import GENERATOR, WarmProcess, template
+from ...kit.warm import WarmProcess, start_service
 
 _NUMBERS = itertools.count()
 CANARY = [prompt_ids(90 + i, 20) for i in range(2)]
@@ -224,17 +222,8 @@ class GeneratorRun:
 
         One in front of SGLang imports no torch, and always starts in a fresh interpreter.
         """
-        arguments = ["generator", str(self.folder / "run.yaml"), "--index", str(index)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        log_file = self.folder / f"generator-{index}.log"
-        process: subprocess.Popen[bytes] | WarmProcess
-        if fresh or self.config.generator.engine != "torch":
-            command = [sys.executable, "-m", "rollmesh.cli.main", *arguments]
-            with log_file.open("ab") as log:
-                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        else:
-            start = template(*GENERATOR).start
-            process = start("rollmesh.cli.main", arguments, output=log_file, environment=environment)
+        warm = not fresh and self.config.generator.engine == "torch"
+        process = start_service("generator", self.folder, index, warm=warm)
         self.processes.append(process)
         return process
 

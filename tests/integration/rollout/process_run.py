@@ -8,10 +8,8 @@ token as one engine writes it in one go.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,7 +33,7 @@ from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.types import Batch, Chunk, GenerationCall, PolicyRecord, Prompt, SamplingParams
 
 from ...kit.waiting import reached
-from ...kit.warm import GENERATOR, WarmProcess, template
+from ...kit.warm import WarmProcess, start_service
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -108,17 +106,7 @@ class ProcessRun:
 
     def start(self, service: str, index: int = 0) -> None:
         """Start a service; generators, which import torch, have that done already."""
-        arguments = [service, str(self.folder / "run.yaml"), "--index", str(index)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        log_file = self.folder / f"{service}-{index}.log"
-        process: subprocess.Popen[bytes] | WarmProcess
-        if service == "generator":
-            start = template(*GENERATOR).start
-            process = start("rollmesh.cli.main", arguments, output=log_file, environment=environment)
-        else:
-            command = [sys.executable, "-m", "rollmesh.cli.main", *arguments]
-            with log_file.open("ab") as log:
-                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = start_service(service, self.folder, index, warm=service == "generator")
         self.processes[f"{service}-{index}"] = process
 
     def kill(self, name: str) -> None:

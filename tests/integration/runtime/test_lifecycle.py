@@ -1,19 +1,27 @@
-"""The life of a service process, and its imports."""
+"""The life of a service process, its imports, and a collector of traces that does not answer it."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rollmesh.config.services import TelemetryConfig
 from rollmesh.launcher.supervisor import exit_reason
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED, many_imports
+from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.spans import traceparent_of
+from rollmesh.runtime.tracing import recorded_traces
 
 SERVICE = """
 import asyncio, sys
@@ -199,3 +207,25 @@ def test_the_sglang_engine_is_imported_without_torch_and_without_sglang():
         "assert not {'torch', 'transformers', 'sglang'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def test_an_unreachable_collector_is_logged_once_and_delays_no_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    otel = pytest.importorskip("rollmesh.runtime.otel")
+    monkeypatch.setattr(otel, "_EXPORT_SECONDS", 90.0)  # how long the SDK tries again
+    config = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{free_port()}")
+    log = io.StringIO()
+    configure_logging(config, service="reward-0", run="run", stream=log)
+    async with recorded_traces(config, service="reward", instance="reward-0", run="run") as spans:
+        for index in range(20):
+            spans.span("score", traceparent_of("run", f"e0-{index}.0")).end()
+        async with asyncio.timeout(60.0):
+            while "traces_not_delivered" not in log.getvalue():
+                await asyncio.sleep(0.05)
+        started = time.monotonic()
+    assert time.monotonic() - started < 45.0, "the service waits for three seconds, not for the SDK"
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    said = [line for line in lines if line["event"] == "traces_not_delivered"]
+    assert said
+    assert all(line["level"] == "warning" for line in said)

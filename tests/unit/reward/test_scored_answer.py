@@ -18,8 +18,8 @@ from rollmesh.tasks.sources.derived import AgentPrompts, task_of
 from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, build_verifier
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, SegmentSource
-from rollmesh.wire.reward_messages import outcome_from_bytes, score_item_from_bytes, score_item_to_pb
+from rollmesh.types import OutcomeKind, Prompt, RewardOutcome, SegmentSource
+from rollmesh.wire.reward_messages import outcome_from_bytes, score_item_to_pb
 
 from ...kit.answers import answer, byte_tokenizer, written
 
@@ -145,13 +145,6 @@ def test_a_time_out_means_what_the_verifier_declares(tokenizer: Tokenizer, means
     assert outcome == timed_out("mine: the verifier's time limit expired", means_wrong)
     assert outcome.kind is (OutcomeKind.SCORED if means_wrong else OutcomeKind.TIMED_OUT)
     assert dict(outcome.parts) == ({"timed_out": 1.0} if means_wrong else {})
-
-
-def test_items_keep_what_belongs_to_the_answer() -> None:
-    item = score_item_from_bytes(payload({"n": 1}, verifier="mine"))
-    assert (item.trajectory_id, item.finish_reason) == ("g.0", FinishReason.STOP)
-    assert item.response_ids.tolist() == [3, 2, 5, 4, 0]
-    assert item.prompt.token_ids.tolist() == [1, 2, 3]
 
 
 QUESTION = [{"role": "user", "content": "2 + 5?"}]

@@ -1,19 +1,22 @@
-"""Turns of a response, rewards of environments, and the shaping of rewards."""
+"""Turns of a response, rewards of environments, teachers' columns, and the shaping and summary of rewards."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.config.rollout import RewardConfig
-from rollmesh.errors import DataError
+from rollmesh.config.teachers import TeacherConfig, teacher_of_domain
+from rollmesh.errors import DataError, NoTeacherScores
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply, checked_reply
-from rollmesh.types import OutcomeKind, RewardOutcome
+from rollmesh.types import OutcomeKind, RewardOutcome, TeacherColumn
 from rollmesh.worker.environment_program import outcome_of
-from rollmesh.worker.trajectory_scoring import shape
+from rollmesh.worker.evaluator import EvaluationAnswer, summarise
+from rollmesh.worker.trajectory_scoring import check_column, shape
 from rollmesh.worker.turns import turns_of
 
 from ...kit.records import environment_tokens, policy_tokens
@@ -68,3 +71,75 @@ def test_long_answers_lose_up_to_one_over_the_last_tokens_of_the_budget(tokens, 
     assert result.shaped_reward == pytest.approx(reward)
     assert result.outcome.value == 1.0
     assert not result.assigned
+
+
+@pytest.mark.parametrize(
+    ("domain", "name"), [("code", "coder"), ("sql", "coder"), ("sums", "general"), ("", "general")]
+)
+def test_a_prompt_has_the_teacher_that_names_its_domain_else_the_general_one(domain: str, name: str) -> None:
+    teachers = {
+        "general": TeacherConfig(model="a"),
+        "coder": TeacherConfig(model="b", domains=("code", "sql")),
+        "prover": TeacherConfig(model="c", domains=("proofs",)),
+    }
+    assert teacher_of_domain(teachers, domain) == name
+    del teachers["general"]
+    assert teacher_of_domain(teachers, domain) == (None if name == "general" else name)
+
+
+def test_the_sampled_token_need_not_be_among_the_most_likely_ones() -> None:
+    column = TeacherColumn(
+        teacher="math",
+        manifest_digest="",
+        logprobs=np.array([-9.0, -0.5], np.float32),
+        top_ids=np.array([[3, 1], [2, 5]], np.int32),
+        top_logprobs=np.array([[-0.5, -0.5], [-0.25, -3.0]], np.float32),
+    )
+    check_column(column, 2, 2)
+    with pytest.raises(NoTeacherScores, match=r"teachers\.math: 2 log-probabilities for a response of 3 tokens"):
+        check_column(column, 3, 2)
+    with pytest.raises(NoTeacherScores, match="the 2 most likely tokens, not top_k=0"):
+        check_column(column, 2, 0)
+
+
+def answer(reward, prompt=0, version=3, tokens=10, truncated=False, domain=""):
+    versions = (version,) if isinstance(version, int) else version
+    return EvaluationAnswer(
+        prompt_index=prompt,
+        reward=reward,
+        token_count=tokens,
+        truncated=truncated,
+        policy_versions=versions,
+        domain=domain,
+    )
+
+
+def test_only_answers_wholly_of_the_pinned_version_with_a_value_count():
+    answers = [answer(1.0), answer(0.0, version=4), answer(0.0, version=(3, 4)), answer(None), answer(0.0, version=())]
+    result = summarise(answers, 3)
+    assert (result.mean, result.sample_count, result.discarded_count) == (1.0, 1, 4)
+
+
+@pytest.mark.parametrize(("prompts", "samples"), [(32, 8), (16, 16)])
+def test_repeated_answers_to_a_prompt_say_nothing_new_about_other_prompts(prompts, samples):
+    result = summarise([answer(float(p % 2), p) for p in range(prompts) for _ in range(samples)], 3)
+    assert (result.mean, result.sample_count) == (0.5, prompts * samples)
+    # Half of the prompts are right in all samples: sqrt(prompts * 0.25 / (prompts - 1) / prompts), 0.090 and 0.129.
+    assert result.standard_error == pytest.approx(0.5 / math.sqrt(prompts - 1))
+
+
+def test_the_prompts_are_the_sample_of_mean_and_standard_error():
+    # Means of the prompts: 1/2, 1, and 0 of the one answer that counts.
+    rewards = [(0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0), (2, 0.0), (2, None)]
+    result = summarise([answer(reward, prompt) for prompt, reward in rewards], 3)
+    assert (result.mean, result.sample_count, result.discarded_count) == (0.5, 5, 1)
+    assert result.standard_error == pytest.approx(0.5 / math.sqrt(3))
+
+
+def test_every_part_of_a_mixture_has_a_score_of_its_own():
+    answers = [answer(1.0, 0, domain="math"), answer(0.0, 1, domain="math"), answer(None, 2, domain="math")]
+    answers += [answer(1.0, 3, domain="code"), answer(0.0, 3, domain="code")]
+    domains = summarise(answers, 3).domains
+    assert domains["code"] == {"mean": 0.5, "standard_error": None, "n": 2}
+    assert domains["math"] == {"mean": 0.5, "standard_error": pytest.approx(0.5), "n": 2}
+    assert summarise([answer(1.0)], 3).domains == {}
