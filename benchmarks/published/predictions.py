@@ -19,11 +19,10 @@ from benchmarks.published.speed_ups import PublishedArm, PublishedSetup, Publish
 from rollmesh.config import load_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import PRESETS, companion_settings
-from rollmesh.sim.arms import parse_setup
 from rollmesh.sim.figures import Figures, figures
 from rollmesh.sim.roofline import WEIGHT_BYTES, find_gpu, find_model, weight_count
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
-from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings
+from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup, mesh_settings, parse_items
 
 ORDERED_SYSTEMS = ("RollPacker", "verl staleness")
 """Systems whose rows differ in one respect, so that their order is predicted."""
@@ -147,7 +146,7 @@ def times_of(settings: Sequence[str]) -> Mapping[str, float]:
     for item in settings:
         if item.partition("=")[0] not in ("seed", *_TIMES):
             raise ConfigError(f"--with {item}: the command takes seed, {', '.join(_TIMES)}, for all rows")
-    setup = parse_setup(settings)
+    setup = parse_items("--with", SimulationSetup, settings)
     return {name: getattr(setup, name) for name in setup.model_fields_set}
 
 

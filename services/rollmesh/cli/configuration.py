@@ -53,9 +53,10 @@ def validate(run: RunFileArgument, set_: SetOption = None, simulate: Simulate = 
         sentences = (checks.memory.sentence(), checks.memory.adapter_sentence(), checks.memory.largest_models())
         notes = [*filter(None, sentences), *checks.notes, *_capacity_hint(config)]
         if simulate:
-            from rollmesh.sim.arms import parse_setup, prediction
+            from rollmesh.sim.arms import prediction
+            from rollmesh.sim.simulation_setup import SimulationSetup, parse_items
 
-            notes.append(prediction(config, parse_setup(with_ or [])))
+            notes.append(prediction(config, parse_items("--with", SimulationSetup, with_ or [])))
     console = output_console()
     console.print(f"{run}: valid", highlight=False, markup=False)
     console.print(checks.estimate.table())

@@ -9,10 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.config.yaml_text import field_value
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.axes import Harvest
 from rollmesh.scheduling.presets import PRESETS, companion_settings
@@ -31,6 +28,7 @@ from rollmesh.sim.simulation_setup import (
     SimulationSetup,
     mesh_settings,
     model_name,
+    parse_items,
 )
 
 _OF_A_MODEL = ("gpu", "tensor_parallel", "trainer_devices", "colocated", "switch_seconds", "curve")
@@ -114,12 +112,12 @@ def arms_of(
     """
     if is_at_scale and run is not None:
         raise ConfigError(f"--scale with {run}: it has a run file of its own; give one of them, and --set for fields")
-    setup = parse_setup([*(_SCALE_SETTINGS if is_at_scale else ()), *settings])
+    setup = parse_items("--with", SimulationSetup, [*(_SCALE_SETTINGS if is_at_scale else ()), *settings])
     measured = None
     if calibrate is not None:
         setup = _calibrated_setup(setup, calibrate)
         run, measured = run or calibrate / "config.yaml", Calibration.read(calibrate)
-    plan = FailurePlan.parse(list(failures), seed=setup.seed)
+    plan = parse_items("--fail", FailurePlan, failures)
     file = run or (SCALE_RUN if is_at_scale else DEFAULT_RUN)
     base = load_run_config(file, overrides)
 
@@ -160,23 +158,6 @@ def _calibrated_setup(setup: SimulationSetup, folder: Path) -> SimulationSetup:
     if given := sorted(setup.model_fields_set & set(MEASURED)):
         raise ConfigError(f"--calibrate {folder} with {given[0]}: the run has its own; leave one of them out")
     return setup if "lengths" in setup.model_fields_set else setup.model_copy(update={"lengths": str(folder)})
-
-
-def parse_setup(items: Sequence[str]) -> SimulationSetup:
-    """Read ``name=value`` items; raises ConfigError with the known names for an unknown one or a bad value."""
-    values = {}
-    for item in items:
-        name, separator, text = item.partition("=")
-        if not separator or name not in SimulationSetup.model_fields:
-            raise ConfigError(
-                f"--with {item}: expected NAME=VALUE, with a name of {', '.join(SimulationSetup.model_fields)}"
-            )
-        values[name] = field_value(SimulationSetup, [name], text)
-    try:
-        return SimulationSetup.model_validate(values)
-    except ValidationError as error:
-        lines = (f"--with {each['loc'][0]}={each['input']}: {each['msg']}" for each in error.errors())
-        raise ConfigError("\n".join(lines)) from error
 
 
 def _batch_of(config: RunConfig, base: RunConfig) -> list[str]:

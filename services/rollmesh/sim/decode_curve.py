@@ -7,19 +7,20 @@ cannot tell base from slope. ``make bench NAME=engine ARGS=--save`` and ``make b
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
+from pydantic import Field, ValidationError, model_validator
 
+from rollmesh.config.section import Section
 from rollmesh.errors import ConfigError
 from rollmesh.file_writes import write_text
 
+_MEASURE = 'make bench NAME=engine ARGS="--save FILE"'
 _NOISE = 0.1
 """Largest relative fall between neighbouring points that counts as noise of the measurement."""
 _MOST_CONTEXT_SHARE = 0.99
@@ -53,43 +54,36 @@ class EngineCosts:
         return (1 - share) * self.base[low] + share * self.base[low + 1] + beyond
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePoint:
+class CurvePoint(Section):
     """Measured decode step."""
 
-    running: int
-    context: int
+    running: int = Field(ge=1)
+    context: int = Field(ge=1)
     """Context tokens of each running call."""
-    seconds: float
+    seconds: float = Field(gt=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeCurve:
-    """Measured decode steps of one engine, model and device. Raises ConfigError for a curve that is not usable."""
+class DecodeCurve(Section):
+    """Measured decode steps of one engine, model and device. Raises ValidationError for a curve that is not usable."""
 
-    points: tuple[CurvePoint, ...]
-    prefill_seconds_per_token: float
+    engine: str = ""
+    """What was measured, for people."""
+    prefill_seconds_per_token: float = Field(ge=0)
+    points: tuple[CurvePoint, ...] = Field(min_length=1)
 
-    def __post_init__(self) -> None:
-        _require_seconds("prefill_seconds_per_token", self.prefill_seconds_per_token, zero=True)
-        for point in self.points:
-            _require_seconds(f"seconds at running={point.running}, context={point.context}", point.seconds)
-            if point.running < 1 or point.context < 1:
-                raise ConfigError(
-                    f"decode curve: running={point.running}, context={point.context}; both are at least 1"
-                )
-        if not self.points:
-            raise ConfigError('decode curve: no points; measure with: make bench NAME=engine ARGS="--save FILE"')
+    @model_validator(mode="after")
+    def _is_usable(self) -> Self:
         for running, row in self._rows().items():
             if len(row) < 2:
-                raise ConfigError(
-                    f"decode curve: running={running} was measured at one context ({min(row)} tokens per call); "
-                    "measure at two contexts or more: one cannot tell the cost of the context from the rest"
+                raise ValueError(
+                    f"running={running} was measured at one context ({min(row)} tokens per call); measure at two "
+                    "contexts or more: one cannot tell the cost of the context from the rest"
                 )
             _require_no_fall(f"running={running}, context", row)
         for context in {point.context for point in self.points}:
             column = {p.running: p.seconds for p in self.points if p.context == context}
             _require_no_fall(f"context={context}, running", column)
+        return self
 
     def costs(self, slots: int) -> EngineCosts:
         """Return tables up to ``slots`` running calls; ConfigError beyond the largest measured number.
@@ -117,20 +111,14 @@ class DecodeCurve:
     def read(cls, path: Path) -> Self:
         """Read a saved curve. Raises ConfigError if the file is missing, is no curve, or has unusable points."""
         try:
-            document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                points=tuple(
-                    CurvePoint(running=int(p["running"]), context=int(p["context"]), seconds=float(p["seconds"]))
-                    for p in document["points"]
-                ),
-                prefill_seconds_per_token=float(document["prefill_seconds_per_token"]),
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            lines = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ConfigError(
-                f"{path}: expected a decode curve as make bench NAME=engine writes it: {error!r}"
+                f"{path}: no decode curve as make bench NAME=engine writes it: {'; '.join(lines)}"
             ) from error
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; measure with: {_MEASURE}") from error
 
     def _rows(self) -> dict[int, dict[int, float]]:
         rows: dict[int, dict[int, float]] = {}
@@ -151,23 +139,15 @@ def _fit(running: int, row: Mapping[int, float]) -> tuple[float, float]:
 def _require_no_fall(name: str, seconds: Mapping[int, float]) -> None:
     for (small, before), (large, after) in pairwise(sorted(seconds.items())):
         if after < before * (1 - _NOISE):
-            raise ConfigError(
-                f"decode curve: {name}={large} takes {after:g} s, less than {before:g} s at {small}; steps do not "
+            raise ValueError(
+                f"{name}={large} takes {after:g} s, less than {before:g} s at {small}; steps do not "
                 "become faster with more work: measure again on an idle machine"
             )
 
 
-def _require_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
-    if not math.isfinite(seconds) or seconds < 0 or not (seconds or zero):
-        expected = "of at least 0" if zero else "above 0"
-        raise ConfigError(f"decode curve: {name}={seconds}; expected finite seconds {expected}: measure again")
-
-
 def write_curve(path: Path, points: Iterable[CurvePoint], prefill_seconds_per_token: float, engine: str) -> None:
-    """Write measured points as JSON, for ``DecodeCurve.read``, which checks them; ``engine`` is for people."""
-    document = {
-        "engine": engine,
-        "prefill_seconds_per_token": prefill_seconds_per_token,
-        "points": [asdict(point) for point in points],
-    }
-    write_text(path, json.dumps(document, indent=1) + "\n")
+    """Write measured points as JSON, for ``DecodeCurve.read``, which checks them together."""
+    curve = DecodeCurve.model_construct(
+        engine=engine, prefill_seconds_per_token=prefill_seconds_per_token, points=tuple(points)
+    )
+    write_text(path, curve.model_dump_json(indent=1) + "\n")

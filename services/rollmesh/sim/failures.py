@@ -2,76 +2,46 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Self
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from rollmesh.errors import ConfigError
+from rollmesh.config.section import Section
 from rollmesh.sim.event_clock import EventClock
 from rollmesh.sim.fleet import Fleet
 from rollmesh.sim.simulated_leader import SimulatedLeader
 from rollmesh.sim.simulated_trainer import SimulatedTrainer
 from rollmesh.sim.simulated_worker import SimulatedWorker
 
-_MOST_PER_HOUR = 3600
 _STREAMS = {"death": 10, "spot": 11, "trainer_crash": 12, "leader_gap": 13}
+Rate = Annotated[float, Field(ge=0, le=3600)]
+"""Events per hour, at most one per second: a mesh that fails more often makes no progress."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailurePlan:
+class FailurePlan(Section):
     """Rates, times and sizes; the default is a mesh without failures. Times are virtual seconds."""
 
-    deaths_per_hour: float = 0.0
+    deaths_per_hour: Rate = 0.0
     """Deaths of each generator; a call loses at most rollout.partial_save_tokens."""
-    spot_reclaims_per_hour: float = 0.0
+    spot_reclaims_per_hour: Rate = 0.0
     """Reclaims of each generator with a grace time that is long enough to hand over its calls: no token is lost."""
-    back_seconds: float = 60.0
+    back_seconds: float = Field(default=60.0, ge=0)
     """Time until another generator takes the place of one that ended, and until a crashed trainer works again."""
-    late_generators: int = 0
+    late_generators: int = Field(default=0, ge=0)
     """Generators that join late."""
-    late_seconds: float = 600.0
-    slow_generators: int = 0
-    slow_factor: float = 2.0
+    late_seconds: float = Field(default=600.0, ge=0)
+    slow_generators: int = Field(default=0, ge=0)
+    slow_factor: float = Field(default=2.0, gt=0)
     """Factor on the seconds of a slow generator's steps and prefills."""
-    trainer_crashes_per_hour: float = 0.0
+    trainer_crashes_per_hour: Rate = 0.0
     """Crashes of the trainer; it begins its phase again, or claims no batch until it is back."""
-    trainer_lost_seconds: float = 0.0
+    trainer_lost_seconds: float = Field(default=0.0, ge=0)
     """Earlier train steps that it computes again, because their state was not saved."""
-    leader_gaps_per_hour: float = 0.0
+    leader_gaps_per_hour: Rate = 0.0
     """Deaths of the leader; the next one leads after store.session_ttl_seconds."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"--fail {each.name}={value}: expected a finite number, 0 or more")
-            if each.name.endswith("_per_hour") and value > _MOST_PER_HOUR:
-                raise ConfigError(
-                    f"--fail {each.name}={value}: expected at most {_MOST_PER_HOUR}, one per second; a mesh that fails "
-                    "more often makes no progress"
-                )
-        if self.slow_factor <= 0:
-            raise ConfigError(f"--fail slow_factor={self.slow_factor}: expected a number above 0")
-
-    @classmethod
-    def parse(cls, items: list[str], *, seed: int = 0) -> Self:
-        """Read ``name=value`` items of the command line; raises ConfigError for an unknown name or no number."""
-        known = {each.name: each.type for each in fields(cls) if each.name != "seed"}
-        values: dict[str, float] = {}
-        for item in items:
-            name, separator, text = item.partition("=")
-            if not separator or name not in known:
-                raise ConfigError(f"--fail {item}: expected NAME=NUMBER, with a name of {', '.join(known)}")
-            try:
-                values[name] = int(text) if known[name] == "int" else float(text)
-            except ValueError:
-                raise ConfigError(f"--fail {item}: {text!r} is not a number of type {known[name]}") from None
-        return cls(**values, seed=seed)  # type: ignore[arg-type]
 
 
 class Failures:
@@ -82,6 +52,7 @@ class Failures:
         clock: EventClock,
         plan: FailurePlan,
         *,
+        seed: int,
         fleet: Fleet,
         worker: SimulatedWorker,
         leader: SimulatedLeader,
@@ -98,7 +69,7 @@ class Failures:
         self._partial_save_tokens = partial_save_tokens
         self._leader_ttl_seconds = leader_ttl_seconds
         self._numbers = {
-            kind: np.random.Generator(np.random.Philox(key=plan.seed, counter=[0, 0, stream, 0]))
+            kind: np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, stream, 0]))
             for kind, stream in _STREAMS.items()
         }
 

@@ -9,16 +9,15 @@ Trajectories with equal ``group`` answer the same prompt, and ``stream`` tells t
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.report.audit import open_checkpoints
@@ -31,32 +30,35 @@ _MOST_TOKENS = 2**31 - 1
 """Most tokens of a trajectory: lengths are int32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedTrajectory:
-    """Tokens of one recorded trajectory. Raises ConfigError for numbers that no trajectory has."""
+class TracedTrajectory(BaseModel):
+    """Tokens of one recorded trajectory. Raises ValidationError for numbers that no trajectory has."""
+
+    model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
     group: str
     stream: str
-    prompt_tokens: int
-    outputs: tuple[int, ...]
+    prompt_tokens: int = Field(ge=1, strict=True, alias="prompt_len")
+    outputs: tuple[Annotated[int, Field(ge=1, strict=True)], ...] = Field(min_length=1, alias="out_lens")
     """Sampled tokens of each turn."""
-    observations: tuple[int, ...] = ()
+    observations: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = Field(alias="obs_lens")
     """Tokens of the environment after each turn; those after the last turn have no effect."""
-    tool_seconds: tuple[float, ...] = ()
+    tool_seconds: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Time until each of them is there; 0 if missing."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
         turns = len(self.outputs)
-        _require("prompt_len", self.prompt_tokens, self.prompt_tokens >= 1, "at least 1 token")
-        _require("out_lens", list(self.outputs), min(self.outputs, default=0) >= 1, "turns of at least 1 token")
         for name, values in (("obs_lens", self.observations), ("tool_seconds", self.tool_seconds)):
-            fits = len(values) in (turns - 1, turns) or (name == "tool_seconds" and not values)
-            _require(name, list(values), fits, f"{turns - 1} or {turns} numbers for {turns} turns in out_lens")
-            _require(name, list(values), all(0 <= value < math.inf for value in values), "finite numbers, 0 or more")
+            if len(values) not in (turns - 1, turns) and (values or name == "obs_lens"):
+                raise ValueError(
+                    f"{name}={list(values)}: expected {turns - 1} or {turns} numbers for {turns} turns in out_lens"
+                )
         total = self.prompt_tokens + sum(self.outputs) + sum(self.observations)
-        _require(
-            "prompt_len, out_lens and obs_lens: total", total, total <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens"
-        )
+        if total > _MOST_TOKENS:
+            raise ValueError(
+                f"prompt_len, out_lens and obs_lens: total={total}: expected at most {_MOST_TOKENS} tokens"
+            )
+        return self
 
     @property
     def name(self) -> str:
@@ -82,43 +84,17 @@ class TracedTrajectory:
             outputs.append(min(output, left))
             left -= output + observation
         between = len(outputs) - 1
-        return replace(
-            self,
-            outputs=tuple(outputs),
-            observations=self.observations[:between],
-            tool_seconds=self.tool_seconds[:between],
+        return self.model_copy(
+            update={
+                "outputs": tuple(outputs),
+                "observations": self.observations[:between],
+                "tool_seconds": self.tool_seconds[:between],
+            }
         )
-
-    @classmethod
-    def read(cls, line: str) -> Self:
-        """Read a line of a trace; raises ConfigError for anything else."""
-        try:
-            fields: Mapping[str, Any] = json.loads(line)
-            return cls(
-                group=str(fields["group"]),
-                stream=str(fields["stream"]),
-                prompt_tokens=_whole(fields["prompt_len"]),
-                outputs=tuple(map(_whole, fields["out_lens"])),
-                observations=tuple(map(_whole, fields["obs_lens"])),
-                tool_seconds=tuple(map(float, fields.get("tool_seconds", ()))),
-            )
-        except KeyError as error:
-            raise ConfigError(f"{error.args[0]}: missing; {_REMEDY}") from None
-        except ConfigError:  # It is a ValueError, and has the remedy.
-            raise
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"expected a trajectory of a length trace: {error}; {_REMEDY}") from None
 
     def line(self) -> str:
         """Return the line of a trace."""
-        document = {
-            "group": self.group,
-            "stream": self.stream,
-            "prompt_len": self.prompt_tokens,
-            "out_lens": self.outputs,
-            "obs_lens": self.observations,
-        }
-        return json.dumps(document | ({"tool_seconds": self.tool_seconds} if self.tool_seconds else {}))
+        return self.model_dump_json(by_alias=True, exclude=None if self.tool_seconds else {"tool_seconds"})
 
 
 def read_trace(path: Path) -> tuple[TracedTrajectory, ...]:
@@ -129,9 +105,11 @@ def read_trace(path: Path) -> tuple[TracedTrajectory, ...]:
             if not line.strip():
                 continue
             try:
-                trajectories.append(TracedTrajectory.read(line))
-            except ConfigError as error:
-                raise ConfigError(f"lengths={path}: line {number}: {error}") from error
+                trajectories.append(TracedTrajectory.model_validate_json(line))
+            except ValidationError as error:
+                first = error.errors()[0]
+                field = "".join(f"{name}: " for name in first["loc"][:1])
+                raise ConfigError(f"lengths={path}: line {number}: {field}{first['msg']}; {_REMEDY}") from error
     if not trajectories:
         raise ConfigError(f"lengths={path}: no trajectories; {_REMEDY}")
     return tuple(trajectories)
@@ -161,7 +139,7 @@ def trace_of_run(run_folder: Path) -> Iterator[TracedTrajectory]:
     ]
     streams: Counter[str] = Counter()
     for _, _, trajectory in sorted(traced, key=lambda item: item[:2]):
-        yield replace(trajectory, stream=str(streams[trajectory.group]))
+        yield trajectory.model_copy(update={"stream": str(streams[trajectory.group])})
         streams[trajectory.group] += 1
 
 
@@ -179,9 +157,9 @@ def traced_trajectory(trajectory: Trajectory) -> TracedTrajectory:
     return TracedTrajectory(
         group=trajectory.prompt.prompt_id,
         stream="0",
-        prompt_tokens=len(trajectory.prompt.token_ids) + opening,
-        outputs=tuple(outputs),
-        observations=tuple(observations),
+        prompt_len=len(trajectory.prompt.token_ids) + opening,
+        out_lens=tuple(outputs),
+        obs_lens=tuple(observations),
     )
 
 
@@ -191,17 +169,6 @@ def by_group(trajectories: Iterable[TracedTrajectory]) -> tuple[tuple[TracedTraj
     for trajectory in trajectories:
         groups.setdefault(trajectory.group, []).append(trajectory)
     return tuple(map(tuple, groups.values()))
-
-
-def _whole(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is no whole number")
-    return value
-
-
-def _require(name: str, value: object, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name}={value}: expected {expected}; {_REMEDY}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,8 @@ class MeshSettings:
     devices: int
     """Devices of generators and trainer."""
     failures: FailurePlan
+    failure_seed: int = 0
+    """Seed of the times of failures."""
     rounds: RoundRules | None = None
     """Planner and group shaper; None for groups of one round."""
     cores: CoreShares | None = None
@@ -132,6 +134,7 @@ class SimulatedMesh:
         self._failures = Failures(
             self.clock,
             settings.failures,
+            seed=settings.failure_seed,
             fleet=self.fleet,
             worker=self.worker,
             leader=self.leader,

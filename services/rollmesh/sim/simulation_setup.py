@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from rollmesh.config import RunConfig
 from rollmesh.config.data import MixtureSource
 from rollmesh.config.loss_methods import MASKS
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.section import Section
+from rollmesh.config.yaml_text import field_value
 from rollmesh.curriculum.planners import RoundRules
 from rollmesh.curriculum.samplers import load_sampler
 from rollmesh.errors import ConfigError
@@ -101,6 +103,28 @@ class SimulationSetup(Section):
     """Seed of lengths, rewards and failures."""
 
 
+S = TypeVar("S", bound=Section)
+
+
+def parse_items(option: str, section: type[S], items: Sequence[str]) -> S:
+    """Read ``name=value`` items of an option of the command line.
+
+    Raises ConfigError with the known names for an unknown one, and for a bad value.
+    """
+    values = {}
+    for item in items:
+        name, separator, text = item.partition("=")
+        if not separator or name not in section.model_fields:
+            known = ", ".join(section.model_fields)
+            raise ConfigError(f"{option} {item}: expected NAME=VALUE, with a name of {known}")
+        values[name] = field_value(section, [name], text)
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        lines = (f"{option} {each['loc'][0]}={each['input']}: {each['msg']}" for each in error.errors())
+        raise ConfigError("\n".join(lines)) from error
+
+
 def mesh_settings(
     config: RunConfig,
     setup: SimulationSetup,
@@ -137,7 +161,8 @@ def mesh_settings(
         ),
         partial_save_tokens=config.rollout.partial_save_tokens,
         devices=_devices(setup, config.generator.replicas),
-        failures=failures or FailurePlan(seed=setup.seed),
+        failures=failures or FailurePlan(),
+        failure_seed=setup.seed,
         sampler=load_sampler(config.curriculum),
         seed=config.seed,
         most_events=_LONG if is_long else MOST_EVENTS,

@@ -185,16 +185,6 @@ def test_a_trajectory_beyond_the_staleness_bound_is_found(run: Any) -> None:
     assert problem.startswith("8 trajectories are older than 1 steps, or of no known version: e0-4.1, ")
 
 
-PLANNERS: dict[str, tuple[dict[str, Any], bool]] = {
-    "two rounds of dars": ({"planner": "dars"}, True),
-    "dars of four at most": ({"planner": "dars", "planner_options": {"most_members": 4}}, False),
-    "a quorum": ({"planner": "quorum", "planner_options": {"share": 0.5}}, False),
-    "spare members": ({"planner": "spare", "planner_options": {"factor": 2}}, True),
-    "a planner of a user's code": ({"planner": "mine:planner"}, True),
-    "one round": ({}, False),
-}
-
-
 @pytest.mark.parametrize("off", [2e-3, float("nan")])
 def test_a_wrong_logprob_is_found(run: Any, off: float) -> None:
     def change(segment: Segment) -> Segment:

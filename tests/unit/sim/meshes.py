@@ -15,6 +15,7 @@ from rollmesh.sim.prompts import SimulatedPrompts
 from rollmesh.sim.reward_model import RewardModel, SolveModel
 from rollmesh.sim.simulated_mesh import MeshSettings, SimulatedMesh
 from rollmesh.sim.simulated_trainer import TrainerModel
+from rollmesh.sim.simulation_setup import parse_items
 from rollmesh.worker.routing import Placement
 
 SLOTS = 8
@@ -84,7 +85,8 @@ def mesh_settings(
         rewards=RewardModel(median_seconds=0.3, sigma=0.5, worker_count=4, seed=seed),
         partial_save_tokens=config.rollout.partial_save_tokens,
         devices=8,
-        failures=FailurePlan.parse(list(failures), seed=seed),
+        failures=parse_items("--fail", FailurePlan, failures),
+        failure_seed=seed,
     )
 
 

@@ -38,25 +38,25 @@ def test_a_line_is_read_as_it_was_written(tmp_path):
     file.write_text(json.dumps(GOOD) + "\n\n" + json.dumps({**GOOD, "group": 7, "obs_lens": [3, 1]}) + "\n")
     trajectories = read_trace(file)
     assert trajectories[0] == TracedTrajectory(
-        group="a", stream="0", prompt_tokens=12, outputs=(5, 7), observations=(3,), tool_seconds=(0.5,)
+        group="a", stream="0", prompt_len=12, out_lens=(5, 7), obs_lens=(3,), tool_seconds=(0.5,)
     )
     assert [group[0].group for group in by_group(trajectories)] == ["a", "7"]
-    assert [TracedTrajectory.read(each.line()) for each in trajectories] == list(trajectories)
+    assert [TracedTrajectory.model_validate_json(each.line()) for each in trajectories] == list(trajectories)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"out_lens": []}, r"out_lens=\[\]: expected turns of at least 1 token"),
-        ({"out_lens": [5, 0]}, r"out_lens=\[5, 0\]"),
-        ({"out_lens": [5.5, 1]}, "5.5 is no whole number"),
-        ({"out_lens": None}, "length trace"),
+        ({"out_lens": []}, "out_lens: .* at least 1 item"),
+        ({"out_lens": [5, 0]}, "out_lens: .* greater than or equal to 1"),
+        ({"out_lens": [5.5, 1]}, "out_lens: .* valid integer"),
+        ({"out_lens": None}, "out_lens"),
         ({"obs_lens": []}, r"obs_lens=\[\]: expected 1 or 2 numbers for 2 turns"),
-        ({"obs_lens": [-1]}, r"obs_lens=\[-1\]"),
-        ({"tool_seconds": [float("nan")]}, r"tool_seconds=\[nan\]: expected finite numbers"),
+        ({"obs_lens": [-1]}, "obs_lens: .* greater than or equal to 0"),
+        ({"tool_seconds": [float("nan")]}, "tool_seconds: .* finite number"),
         ({"tool_seconds": [1, 2, 3]}, "tool_seconds"),
-        ({"tool_seconds": [10**400]}, "length trace: int too large"),
-        ({"prompt_len": 0}, "prompt_len=0"),
+        ({"tool_seconds": [10**400]}, "tool_seconds"),
+        ({"prompt_len": 0}, "prompt_len: .* greater than or equal to 1"),
         ({"out_lens": [2**31, 1]}, "out_lens and obs_lens: total=2147483664: expected at most 2147483647 tokens"),
     ],
 )
@@ -69,7 +69,8 @@ def test_a_bad_line_is_refused_with_its_number_its_field_and_the_remedy(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("", "no trajectories"), ("{}", "line 1: group: missing"), ("[1]", "line 1"), ("{", "line 1")]
+    ("text", "named"),
+    [("", "no trajectories"), ("{}", "line 1: group: Field required"), ("[1]", "line 1"), ("{", "line 1")],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path, text, named):
     file = tmp_path / "trace.jsonl"
@@ -90,15 +91,17 @@ def test_segments_of_several_versions_are_one_turn_and_what_comes_first_is_promp
 )
 def test_a_budget_counts_the_tokens_of_the_environment(budget, outputs):
     """5 sampled, 3 of the environment, 7 sampled, unless the budget ends the trajectory before."""
-    trajectory = TracedTrajectory.read(json.dumps(GOOD)).cut(budget)
+    trajectory = TracedTrajectory.model_validate(GOOD).cut(budget)
     between = ((3,), (0.5,)) if len(outputs) > 1 else ((), ())
     assert (trajectory.outputs, (trajectory.observations, trajectory.tool_seconds)) == (outputs, between)
     assert trajectory.longest_context == sum(outputs) + sum(between[0])
 
 
 def test_tokens_of_the_environment_after_the_last_turn_have_no_effect():
-    trajectory = TracedTrajectory.read(json.dumps({**GOOD, "obs_lens": [3, 900]}))
-    assert trajectory.longest_context == 15 and trajectory.cut(15) == TracedTrajectory.read(json.dumps(GOOD))
+    trajectory = TracedTrajectory.model_validate({**GOOD, "obs_lens": [3, 900]})
+    assert trajectory.longest_context == 15 and trajectory.cut(15) == TracedTrajectory.model_validate_json(
+        json.dumps(GOOD)
+    )
 
 
 @pytest.fixture
@@ -141,9 +144,9 @@ def traced(group, stream, *outputs, observations=(), tool_seconds=()):
     return TracedTrajectory(
         group=f"p{group}",
         stream=str(stream),
-        prompt_tokens=20 + group,
-        outputs=outputs,
-        observations=observations,
+        prompt_len=20 + group,
+        out_lens=outputs,
+        obs_lens=observations or (0,) * (len(outputs) - 1),
         tool_seconds=tool_seconds,
     )
 
@@ -217,7 +220,7 @@ def test_tools_and_rewards_of_days_end_although_the_mesh_looks_on(preset):
 
 
 def test_a_prompt_is_as_long_as_in_the_trajectory_that_has_most_of_it():
-    short, long = traced(0, 0, 10), replace(traced(0, 1, 3), prompt_tokens=90)
+    short, long = traced(0, 0, 10), traced(0, 1, 3).model_copy(update={"prompt_tokens": 90})
     model = lengths(short, long, traced(1, 0, 40))
     assert model.prompt_tokens(0) == 90
     assert model.longest() == (100, short)
