@@ -33,7 +33,7 @@ from rollmesh.report.audit_result import (
     AuditVerdict,
     Rescoring,
 )
-from rollmesh.report.console import listed
+from rollmesh.report.console import gap, listed, percent, print_sentence
 from rollmesh.report.ledger_check import (
     QueueAccount,
     ReplayRule,
@@ -104,9 +104,7 @@ def known_train_steps(folder: RecordedRun, store: CheckpointStore, account: Queu
 def print_audit(result: AuditResult, console: Console) -> None:
     """Print the result as a table, followed by the verdict."""
     from rich.table import Table
-    from rich.text import Text
 
-    from rollmesh.report.console import gap
     from rollmesh.report.sentences import audit_claims, verdict_line
 
     if result.rescoring is not None and result.rescoring.versions:
@@ -118,15 +116,13 @@ def print_audit(result: AuditResult, console: Console) -> None:
             gaps = (gap(row.largest_gap), gap(row.mean_gap))
             table.add_row(str(row.policy_version), step, f"{row.segments:,}", f"{row.tokens:,}", *gaps, row.skipped)
         console.print(table)
-    lines = [Text(f"- {claim}") for claim in audit_claims(result)]
-    if result.off_policy_token_share is not None:
-        share = 100 * result.off_policy_token_share
-        lines.append(Text(f"- {share:.1f}% of the tokens are off-policy, before token masks"))
-    lines.extend(Text(f"! {problem}", style="red") for problem in result.problems)
-    lines.extend(Text(f"? {reason}", style="yellow") for reason in result.unchecked)
-    for line in lines:
-        console.print(line, soft_wrap=not console.is_terminal)
-    console.print(Text(verdict_line(result), style=_VERDICT_STYLES[result.verdict]), soft_wrap=not console.is_terminal)
+    claims = audit_claims(result)
+    if (share := percent(result.off_policy_token_share)) is not None:
+        claims.append(f"{share} of the tokens are off-policy, before token masks")
+    for mark, style, texts in (("-", "", claims), ("!", "red", result.problems), ("?", "yellow", result.unchecked)):
+        for text in texts:
+            print_sentence(console, f"{mark} {text}", style)
+    print_sentence(console, verdict_line(result), _VERDICT_STYLES[result.verdict])
 
 
 def _audit(

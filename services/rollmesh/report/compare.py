@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from rollmesh.report.audit_result import AuditVerdict
-from rollmesh.report.console import count, duration, percent
+from rollmesh.report.console import count, duration, percent, print_sentence
 from rollmesh.report.sentences import NOISE_STANDARD_ERRORS
 from rollmesh.report.summary import RunSummary, summarise
 
@@ -78,7 +78,6 @@ def compare(folders: Mapping[str, Sequence[Path]]) -> Comparison:
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print one row per run, one per label, then the differences as sentences."""
     from rich.table import Table
-    from rich.text import Text
 
     name = comparison.score_name
     table = Table(title="runs compared (± 1 standard error)", title_justify="left", box=None, padding=(0, 2))
@@ -95,9 +94,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             table.add_row(arm.label, f"{runs} runs", *_cells(arm.runs), green, style="bold", end_section=True)
     console.print(table)
     for difference in comparison.differences:
-        console.print(Text(f"- {describe_difference(difference, name)}"), soft_wrap=not console.is_terminal)
+        print_sentence(console, f"- {describe_difference(difference, name)}")
     for note in comparison.notes:
-        console.print(Text(f"! {note}", style="yellow"), soft_wrap=not console.is_terminal)
+        print_sentence(console, f"! {note}", "yellow")
 
 
 def describe_difference(difference: Difference, score_name: str) -> str:

@@ -105,6 +105,11 @@ def print_line(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def print_sentence(console: Console, text: str, style: str = "") -> None:
+    """Print a text as it is, broken between words on a terminal only."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
 def output_console(*, stderr: bool = False) -> OutputConsole:
     """Return a console for tables and sentences."""
     return _console(OutputConsole, stderr=stderr)

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring, TeacherCheck
-from rollmesh.report.console import count, domain_scores, duration, gap, listed, percent, plus_minus
+from rollmesh.report.console import count, domain_scores, duration, gap, listed, percent, plus_minus, print_sentence
 from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.series import seconds_of_training
@@ -332,9 +331,7 @@ def print_summary(summary: RunSummary, console: Console) -> None:
         table.add_row(name, value)
     console.print(table)
     for sentence in sentences(summary):
-        console.print(
-            Text(f"- {sentence.text}", style="red" if sentence.bad else ""), soft_wrap=not console.is_terminal
-        )
+        print_sentence(console, f"- {sentence.text}", "red" if sentence.bad else "")
 
 
 def ending(run: RecordedRun, summary: RunSummary | None = None, now: float | None = None) -> list[tuple[str, str]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 
@@ -15,11 +16,24 @@ from rollmesh.trainer.learner.step_report import BatchStats, GapStats, PolicySta
 from rollmesh.trainer.service.training_loop import step_record
 
 START = 1_800_000_000.0
+T = TypeVar("T")
 
 
 def write_lines(file: Path, records: list[dict[str, Any]]) -> None:
     """JSON lines."""
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def filled(kind: type[T], **known: Any) -> T:
+    """A record with these fields, whose others are zero, empty or None."""
+    values: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        whole = get_origin(hint) or hint
+        if is_dataclass(hint):
+            values[name] = None if name in known else filled(hint)
+        else:
+            values[name] = {} if whole is Mapping else whole() if whole in (int, float, bool, tuple, str) else None
+    return kind(**values | known)
 
 
 def make_run(
@@ -76,22 +90,17 @@ def step_report(
         mean=sum(s * c for s, c in staleness.items()) / trajectories, max=max(staleness), histogram=staleness
     )
     off_policy = float(min(0.35, 0.1 * step) + rng.normal(0, 0.015)) if step > 1 else 0.0
-    report = StepReport(
+    report = filled(
+        StepReport,
         train_step=step,
         loss=0.01,
         learning_rate=4e-4,
         rate_factor=1.0,
         grad_norm=0.3,
         updates=1,
-        skipped_updates=0,
-        trailing_skipped_updates=0,
         microbatches=4,
         forward_tokens=int(trajectories * (length + 20)),
-        groups_before_cut=0,
         seconds={"evidence": 0.02 * seconds, "gradient": 0.3 * seconds, "update": 0.01 * seconds},
-        average_reset=False,
-        replayed_share=0.0,
-        replay=None,
         batch=_batch_stats(rng, spread, length, off_policy, 0.39 + gain * progress, progress),
         policy=replace(_policy_stats(rng, trajectories, int(trajectories * length)), kl_reference=kl_reference),
     )
@@ -114,26 +123,21 @@ def _batch_stats(
 ) -> BatchStats:
     count = sum(spread.histogram.values())
     reward = float(reward + rng.normal(0, 0.03))
-    return BatchStats(
+    return filled(
+        BatchStats,
         groups=16,
         trajectories=count,
-        unscored_trajectories=0,
         rollouts_per_group=SpreadStats(mean=8.0, max=8, histogram={8: 16}),
         original_tokens=int(count * length),
         trained_tokens=int(count * length),
-        masked_fraction=0.0,
-        skipped_trajectories=0,
-        masked_tokens={},
         reward_mean=reward,
         reward_std=0.4,
-        reward_by_domain={},
         outcome_mean=reward,
         advantage_abs_mean=0.6,
         all_right_groups=2,
         all_wrong_groups=1,
         truncated_share=float(0.01 + 0.02 * progress),
         off_policy_token_share=off_policy,
-        mixed_cache_token_share=0.0,
         version_span=spread,
         token_staleness=spread,
         trajectory_staleness=spread,
@@ -145,7 +149,8 @@ def _batch_stats(
 
 
 def _policy_stats(rng: np.random.Generator, trajectories: int, tokens: int) -> PolicyStats:
-    ratio = RatioStats(
+    ratio = filled(
+        RatioStats,
         tokens=tokens,
         mean=1.0,
         std=0.05,
@@ -153,12 +158,11 @@ def _policy_stats(rng: np.random.Generator, trajectories: int, tokens: int) -> P
         max=2.1,
         clipped_high=float(abs(0.008 + rng.normal(0, 0.002))),
         clipped_low=float(abs(0.004 + rng.normal(0, 0.001))),
-        clipped_dual=0.0,
-        truncated=0.0,
     )
     share = float(0.93 + rng.normal(0, 0.01))
     gap = GapStats(tokens=tokens // 2, mean=1e-6, max=float(2e-5 * np.exp(rng.normal(0, 0.3))))
-    return PolicyStats(
+    return filled(
+        PolicyStats,
         ratio=ratio,
         ratio_by_staleness={0: ratio},
         kl_behavior_k1=0.001,
@@ -167,9 +171,6 @@ def _policy_stats(rng: np.random.Generator, trajectories: int, tokens: int) -> P
         effective_sample_share=share,
         entropy=float(0.9 + rng.normal(0, 0.02)),
         logprob_gap_pure=gap,
-        logprob_gap_mixed_cache=GapStats(tokens=0, mean=0.0, max=0.0),
-        old_logprob_fallbacks={},
-        kl_reference=None,
         forward_kl=0.2,
     )
 

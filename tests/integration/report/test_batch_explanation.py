@@ -23,7 +23,9 @@ def printed(folder: Any, step: int, **options: Any) -> str:
     return out.getvalue()
 
 
-def test_on_policy_tokens_have_a_ratio_of_one_and_their_own_text(audited: Any) -> None:
+def test_on_policy_tokens_have_a_ratio_of_one_and_those_of_the_environment_no_weight(
+    audited: Any,
+) -> None:
     (explained,) = explained_batch(audited.folder, 1).trajectories
     assert explained.trajectory.trajectory_id == "e0-0.0"
     assert len(explained.tokens) == 5
@@ -31,6 +33,9 @@ def test_on_policy_tokens_have_a_ratio_of_one_and_their_own_text(audited: Any) -
     assert {token.policy_version for token in explained.tokens} == {0}
     assert explained.texts == tuple(f"w{token.token_id}" for token in explained.tokens)
     assert explained.response == " ".join(explained.texts)
+    (explained,) = explained_batch(audited.folder, 2, trajectory_id="e0-3.0").trajectories
+    environment = [token for token in explained.tokens if token.reason == "environment"]
+    assert [(token.policy_version, token.weight) for token in environment] == [(None, 0.0)] * 5
 
 
 def test_tokens_of_an_older_policy_carry_their_version_and_the_ratio_to_the_newest_one(audited: Any) -> None:
@@ -43,14 +48,6 @@ def test_tokens_of_an_older_policy_carry_their_version_and_the_ratio_to_the_newe
     for token in old:
         assert token.ratio == pytest.approx(math.exp(token.logprob - token.behavior_logprob), rel=1e-4)
     assert all(token.ratio == pytest.approx(1, abs=1e-4) for token in explained.tokens[5:])
-
-
-def test_what_the_environment_wrote_has_no_version_and_no_weight(audited: Any) -> None:
-    (explained,) = explained_batch(audited.folder, 2, trajectory_id="e0-3.0").trajectories
-    environment = [token for token in explained.tokens if token.reason == "environment"]
-    assert len(environment) == 5
-    assert {token.policy_version for token in environment} == {None}
-    assert {token.weight for token in environment} == {0.0}
 
 
 def test_the_table_shows_prompt_versions_and_marks_tokens_with_a_mixed_cache(audited: Any) -> None:
@@ -81,13 +78,10 @@ def test_what_is_not_there_is_a_clear_error(audited: Any, step: int, options: di
         explained_batch(audited.folder, step, **options)
 
 
-def test_a_step_whose_weights_are_pruned_names_those_that_can_be_explained(audited: Any) -> None:
+def test_a_step_whose_weights_or_batch_file_are_gone_names_those_that_can_be_explained(audited: Any) -> None:
     shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000000-s0")
     with pytest.raises(DataError, match="Steps that can be explained: 2, 3, 4, 5, 6$"):
         explained_batch(audited.folder, 1)
-
-
-def test_a_step_between_others_whose_batch_file_is_gone_is_not_offered(audited: Any) -> None:
     (batch,) = (audited.folder / "checkpoints" / "batches").glob("*3.pb*")
     batch.unlink()
     with pytest.raises(DataError, match=r"train step 3: no batch file \(the steps 1, 2, 4, 5, 6 have one\)"):

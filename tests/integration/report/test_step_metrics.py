@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.samples import Sample
 
 from docs.build.metrics import metrics_document
 from rollmesh import step_metrics
@@ -83,8 +84,11 @@ def test_every_gauge_has_the_number_of_its_line() -> None:
 
 
 def _labels(metrics: Metrics) -> dict[str, str]:
-    (sample,) = next(f for f in metrics.registry.collect() if f.name == "rollmesh_trainer_loss").samples
-    return dict(sample.labels)
+    return next(dict(sample.labels) for sample in samples_of(metrics) if sample.name == "rollmesh_trainer_loss")
+
+
+def samples_of(metrics: Metrics) -> list[Sample]:
+    return [sample for family in metrics.registry.collect() for sample in family.samples]
 
 
 def test_totals_of_domains_are_counted_from_the_first_step_on_for_at_most_64_domains() -> None:
@@ -96,13 +100,11 @@ def test_totals_of_domains_are_counted_from_the_first_step_on_for_at_most_64_dom
     counters.observe(after)
     values = {
         s.name.removeprefix("rollmesh_trainer_domain_"): s.value
-        for family in metrics.registry.collect()
-        for s in family.samples
+        for s in samples_of(metrics)
         if s.labels.get("domain") == "d01" and s.name.endswith("_total")
     }
     assert values == {"groups_total": 2, "trajectories_total": 8, "solved_trajectories_total": 5, "tokens_total": 600}
-    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
-    shown = {sample.labels["domain"] for sample in samples if "domain" in sample.labels}
+    shown = {sample.labels["domain"] for sample in samples_of(metrics) if "domain" in sample.labels}
     assert len(shown) == MOST_DOMAINS + 1 and "d69" not in shown and "other" in shown
 
 
@@ -113,7 +115,7 @@ def test_replayed_groups_and_their_staleness_are_counted_apart() -> None:
     older = SpreadStats(mean=2.5, max=3, histogram={2: 1, 3: 1})
     replayed = replace(report.batch, groups=2, trajectory_staleness=older)
     trainer.observe_step(replace(report, replay=replayed, replayed_share=0.25), line | {"replayed_share": 0.25})
-    values = {s.name: s.value for family in metrics.registry.collect() for s in family.samples}
+    values = {s.name: s.value for s in samples_of(metrics)}
     assert values["rollmesh_trainer_replayed_groups_total"] == 2
     assert values["rollmesh_trainer_replayed_ratio"] == 0.25
     assert values["rollmesh_trainer_replayed_staleness_steps_count"] == 2
@@ -129,7 +131,7 @@ def test_tokens_out_of_the_loss_are_counted_by_mask_and_passes_by_trajectory() -
     left_out = replace(report.batch, masked_tokens={"icepop": 5, "own": 2}, skipped_trajectories=4)
     for _ in range(2):
         trainer.observe_step(replace(report, batch=left_out, rate_factor=0.5), line | {"rate_factor": 0.5})
-    samples = [s for family in metrics.registry.collect() for s in family.samples]
+    samples = samples_of(metrics)
     masked = {s.labels["reason"]: s.value for s in samples if s.name == "rollmesh_trainer_masked_tokens_total"}
     assert {reason: count for reason, count in masked.items() if count} == {"icepop": 10, "own": 4}
     assert {"stale", *MASKS.methods} <= masked.keys()

@@ -19,8 +19,11 @@ def report(step: int, **changes: Any) -> dict[str, Any]:
     return {"train_step": step, "time": 10.0 * step, "reward_mean": step / 10, **changes}
 
 
-def test_a_report_fills_every_curve_that_it_has_a_number_for() -> None:
+def test_a_report_fills_every_curve_that_it_has_a_number_for_and_what_is_none_changes_nothing() -> None:
     curves = Curves()
+    for record in ({}, {"train_step": "three"}, {"train_step": True}, {"batch": 3}):
+        curves.add_report(record)
+    assert curves.report is None
     curves.add_report(report(1, policy={"entropy": 0.5, "ratio": {"mean": math.nan}}, loss="n/a", grad_norm=None))
     answer = curves.answer([], 10)
     found = {series.name: series for series in answer.series}
@@ -28,22 +31,6 @@ def test_a_report_fills_every_curve_that_it_has_a_number_for() -> None:
     assert found["reward_mean"].mean == [0.1]
     assert found["entropy"].mean == [0.5]
     assert found["ratio_mean"].x == found["loss"].x == found["grad_norm"].x == []
-
-
-def test_a_restarted_trainer_repeats_steps_and_the_newest_report_counts() -> None:
-    curves = Curves()
-    for step in (1, 2, 3, 2):
-        curves.add_report(report(step, reward_mean=float(step)))
-    assert curves.answer(["reward_mean"], 10).series[0].x == [1.0, 2.0]
-    assert curves.report is not None
-    assert curves.report.train_step == 2
-
-
-def test_what_is_no_report_changes_nothing() -> None:
-    curves = Curves()
-    for record in ({}, {"train_step": "three"}, {"train_step": True}, {"batch": 3}):
-        curves.add_report(record)
-    assert curves.report is None
 
 
 def test_every_curve_of_the_trainer_has_the_times_of_its_steps() -> None:

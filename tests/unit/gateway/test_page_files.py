@@ -102,11 +102,6 @@ def test_the_token_is_kept_for_the_tab_only() -> None:
     assert "sessionStorage" in (PAGE / "api.js").read_text()
 
 
-def test_files_are_small() -> None:
-    lines = {file.name: len(file.read_text().splitlines()) for file in (*SCRIPTS, *STYLES)}
-    assert max(lines.values()) <= 450, lines
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_ramp_of_versions_tells_age_by_lightness_for_every_kind_of_colour_blindness(theme: str) -> None:
     colours = _theme(theme)
