@@ -24,9 +24,8 @@ from rollmesh.cli.common import (
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_up import queue_account
 from rollmesh.report.console import domain_scores, output_console, plus_minus, print_line
-from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.ledger_check import QueueAccount
-from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.recorded_run import Evaluation, RecordedRun
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.locks import has_launcher
 

@@ -8,8 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rollmesh.config.methods import check_plain
 from rollmesh.config.model import ModelConfig
-from rollmesh.config.optimization import OptimizationConfig
 from rollmesh.config.section import Section
+from rollmesh.config.trainer import OptimizationConfig
 
 SFT_FILE = "sft.yaml"
 """Name of the resolved run file in its run folder."""

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from rollmesh.file_writes import write_text
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.report.evaluation import Evaluation
-from rollmesh.report.recorded_run import read_json_lines
+from rollmesh.report.recorded_run import Evaluation, read_json_lines
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EvalRecord
 

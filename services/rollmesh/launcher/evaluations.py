@@ -23,9 +23,8 @@ from rollmesh.config.store import StoreConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.local_mesh import OFTEN_SECONDS, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
-from rollmesh.report.evaluation import Evaluation
 from rollmesh.report.model_export import published_record
-from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.recorded_run import Evaluation, RecordedRun
 from rollmesh.store.evaluation_requests import due_at_end, evaluation_request
 from rollmesh.tasks.sources.source_protocol import build_prompt_source
 from rollmesh.text import Tokenizer

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring, TeacherCheck
 from rollmesh.report.console import count, domain_scores, duration, gap, listed, percent, plus_minus, print_sentence
-from rollmesh.report.evaluation import Evaluation
-from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
+from rollmesh.report.recorded_run import REPORT_FILE, Evaluation, RecordedRun
 from rollmesh.report.series import seconds_of_training
 from rollmesh.report.summary import RunSummary, summarise
 

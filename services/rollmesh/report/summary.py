@@ -13,8 +13,7 @@ import numpy as np
 from rollmesh.errors import DataError
 from rollmesh.mesh import WasteReason
 from rollmesh.report.audit_result import AuditResult, read_audit
-from rollmesh.report.evaluation import Evaluation
-from rollmesh.report.recorded_run import Record, RecordedRun
+from rollmesh.report.recorded_run import Evaluation, Record, RecordedRun
 from rollmesh.report.series import (
     FloatArray,
     TimelineSeries,

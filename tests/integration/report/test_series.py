@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.report.evaluation import Evaluation
-from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.recorded_run import Evaluation, RecordedRun
 from rollmesh.report.series import (
     binned,
     rate,

@@ -13,8 +13,7 @@ from rollmesh.gateway.curves import Curves, TimelineFile
 from rollmesh.gateway.models.items import PolicyView
 from rollmesh.gateway.models.live import BesideCurves, EvaluationView, Series, SeriesAnswer
 from rollmesh.gateway.models.overview import MeshHistory, VersionCalls
-from rollmesh.report.evaluation import Evaluation
-from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.recorded_run import Evaluation, RecordedRun
 from rollmesh.report.series import (
     FloatArray,
     binned,

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollmesh.algorithms.aggregation import Aggregation, aggregate
 from rollmesh.algorithms.losses import LossInput, LossOptions, PolicyLoss, TokenLoss
 from rollmesh.algorithms.ratios import UpdateScale, k3
-from rollmesh.config.optimization import OptimizationConfig
+from rollmesh.config.trainer import OptimizationConfig
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.distributed import World, pick_device, sum_over_ranks
 from rollmesh.trainer.learner.packing import MicroBatch, pack, pack_sequences

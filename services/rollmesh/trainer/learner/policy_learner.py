@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from rollmesh.config.model import AdapterConfig
-from rollmesh.config.optimization import OptimizationConfig
+from rollmesh.config.trainer import OptimizationConfig
 from rollmesh.trainer.learner.distributed import World, shard
 from rollmesh.trainer.learner.forward_backward import Compute, compute_of
 from rollmesh.trainer.learner.frozen_policies import Fp32Copy

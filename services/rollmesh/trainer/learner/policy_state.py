@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from rollmesh.checkpoints.describe import ADAPTER_CONFIG_FILE
 from rollmesh.checkpoints.states import load_weights
 from rollmesh.config.model import AdapterConfig
-from rollmesh.config.optimization import OptimizationConfig
+from rollmesh.config.trainer import OptimizationConfig
 from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.adapter_layers import reset_adapter
 from rollmesh.trainer.learner.distributed import local_part, zeros_on_host

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollmesh.config.optimization import OptimizationConfig
+from rollmesh.config.trainer import OptimizationConfig
 from rollmesh.trainer.learner.policy_state import (
     apply_update,
     build_optimizer,
