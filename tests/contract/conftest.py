@@ -169,7 +169,7 @@ def slow_down_and_draft(engine: TorchEngine, model: Path) -> None:
     thread = engine._thread
     assert thread is not None and thread.batch.speculation is not None
     for ids, answer in partly_right(model):
-        thread.batch.speculation.drafts.add(hash(ids.tobytes()), ids, answer)
+        thread.batch.speculation.remember(ids, answer)
     step, pace = thread.batch.step, dict(_TORCH_PACE)
 
     def slow_step() -> None:

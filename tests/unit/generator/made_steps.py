@@ -1,4 +1,4 @@
-"""A model and a cache without an engine around them, for tests of single decode steps."""
+"""A model and a cache without an engine around them, for tests of single decode steps; and drafts at all times."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rollmesh.generator.engines.torch.architecture import read_architecture
 from rollmesh.generator.engines.torch.decode_step import Capture, Stepper
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kv_cache import KvCache
+from rollmesh.generator.engines.torch.speculation import Gate
 from rollmesh.generator.engines.torch.weights import load_weights
 
 from ...kit.generation import VOCAB
@@ -55,3 +56,9 @@ class StepBench:
 
     def stepper(self, capture: Capture = lambda work: work, *, padded: bool = True) -> Stepper:
         return Stepper(self.model, self.cache, SLOTS, padded=padded, capture=capture)
+
+
+def always_draft(gate: Gate, *measured: object) -> bool:
+    """``Gate.measure`` of an engine that drafts whatever it has cost or brought."""
+    gate.drafting = True
+    return False

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.generator.engines.torch import speculation
-from rollmesh.generator.engines.torch.slots import SlotTable
 from rollmesh.generator.engines.torch.speculation import Proposal, Speculation, next_length
 
 from ...kit.generation import make_call
@@ -35,15 +33,14 @@ def test_a_draft_that_was_cut_is_whole_if_all_that_was_left_is_accepted():
     ids=["all, and one more", "until the third differs", "the first only"],
 )
 def test_tokens_are_kept_until_one_is_not_the_drafts(sampled, kept):
-    assert Proposal(4, {1: [5, 6, 7]}).kept(np.array([[1, 1, 1, 1], sampled])).tolist() == [1, kept]
+    proposal = Proposal(np.array([[9, 1, 1, 1], [9, 5, 6, 7]]), np.array([0, 3]))
+    assert proposal.used.tolist() == [[True, False, False, False], [True] * 4]
+    assert proposal.kept(np.array([[1, 1, 1, 1], sampled])).tolist() == [1, kept]
 
 
 def ended(engine: Speculation, name: int, length: int) -> None:
     """A response of ``length`` tokens to the prompt ``name``."""
-    call: Any = running(name)
-    engine.begin(call)
-    context = np.append(call.request.context_ids, np.zeros(length, np.int32))
-    engine.end(SimpleNamespace(slot=0, request=call.request, context_ids=lambda: context), finished=True)  # type: ignore[arg-type]
+    engine.remember(running(name).request.context_ids, np.zeros(length, np.int32))
 
 
 def running(name: int) -> Any:
@@ -51,7 +48,7 @@ def running(name: int) -> Any:
 
 
 def test_prompts_with_responses_below_a_quarter_of_the_mean_draft_nothing():
-    engine = Speculation(1, 32)
+    engine = Speculation(32)
     for name, length in enumerate((10, 30, 80)):  # mean 40
         ended(engine, name, length)
     shorts = []
@@ -64,47 +61,36 @@ def test_prompts_with_responses_below_a_quarter_of_the_mean_draft_nothing():
     assert engine._courses[0].is_short
 
 
-class Trial:
-    """Steps of one call whose drafts are looked for; ``seconds`` each, a plain step has 1 s."""
-
-    def __init__(self) -> None:
-        self.engine = Speculation(1, 32)
-        self.engine.begin(running(0))
-        self.table: Any = SimpleNamespace(recent=lambda slot: bytes(128), calls=[None])
-        for _ in range(8):
-            self.step(1.0)
-
-    def step(self, seconds: float, tokens: int = 1) -> bool:
-        """Tell whether the step looked for drafts."""
-        table: SlotTable = self.table
-        assert self.engine.propose(np.zeros(1, np.int64), lambda: np.zeros(1, np.int64), table, lambda: 99) is None
-        self.engine.measure(1, tokens, seconds if self.engine.looked else 1.0)
-        return self.engine.looked
-
-
-def looked_after_trials(trial: Trial, seconds: float, tokens: int, steps: int) -> list[int]:
-    """Lengths of the pauses in which no step looks for drafts, in order; the plain steps between do not count."""
-    pauses, quiet = [], 0
+def steps_of(engine: Speculation, rows: int, seconds: float, tokens: int, steps: int) -> str:
+    """Return ``d`` for every step with drafts, which takes ``seconds``, and ``.`` for every other, which takes 1 s."""
+    found = ""
     for _ in range(steps):
-        if trial.step(seconds, tokens):
-            if quiet > speculation._REFRESHED:
-                pauses.append(quiet)
-            quiet = 0
-        else:
-            quiet += 1
-    return pauses
+        drafting = not engine.rests(rows) and engine.gates[(rows - 1).bit_length()].drafting
+        if engine._step >= engine.gates[(rows - 1).bit_length()].rests_until:
+            engine.measure(rows, rows * tokens if drafting else rows, seconds if drafting else 1.0)
+        found += "d" if drafting else "."
+    return found
 
 
-def test_trials_that_do_not_pay_are_followed_by_longer_pauses_and_the_next_trial():
-    # The step after the last one of a trial is the first of a pause, so that the pause has a step less.
-    assert looked_after_trials(Trial(), seconds=1.2, tokens=1, steps=24_000) == [1023, 4095, 8191, 8191]
+def test_trials_that_do_not_pay_are_followed_by_longer_rests_and_the_next_trial():
+    found = steps_of(Speculation(32), rows=1, seconds=1.2, tokens=1, steps=24_000)
+    rests = [len(rest) for rest in found.split("d") if len(rest) > 17]
+    # 17 plain steps are measured before a trial.
+    assert rests[:4] == [1023 + 17, 4095 + 17, 8191 + 17, 8191 + 17]
+    assert max(map(len, found.split("."))) == 30  # 6 s are lost
 
 
-def test_trials_that_pay_do_not_pause():
-    assert looked_after_trials(Trial(), seconds=1.5, tokens=2, steps=4000) == []
+def test_trials_that_pay_do_not_rest():
+    found = steps_of(Speculation(32), rows=1, seconds=1.5, tokens=2, steps=4000)
+    assert max(map(len, found.split("d"))) == 17
 
 
 def test_useless_drafts_cost_less_than_two_percent_of_the_steps():
-    trial = Trial()
-    looks = sum(trial.step(1.5) for _ in range(8000))
-    assert 0 < looks < 0.02 * 8000
+    assert 0 < steps_of(Speculation(32), rows=1, seconds=1.5, tokens=1, steps=8000).count("d") < 0.02 * 8000
+
+
+def test_drafts_that_do_not_pay_rest_with_more_calls_and_not_with_fewer():
+    engine = Speculation(32)
+    steps_of(engine, rows=4, seconds=3.0, tokens=2, steps=30)
+    assert "d" not in steps_of(engine, rows=8, seconds=1.0, tokens=2, steps=200)
+    assert "d" in steps_of(engine, rows=2, seconds=1.0, tokens=2, steps=200)

@@ -54,7 +54,7 @@ def test_the_newest_of_equal_matches_is_drafted_up_to_the_end_of_its_response() 
     for key, end in ((1, 30), (2, 40)):
         match = drafts.find(key, recent(begin[:4]))
         assert match is not None and match.length == PATTERN
-        assert drafts.tokens(match.start, 9) == [14, 15, end]
+        assert drafts.tokens(match.start, 3).tolist() == [14, 15, end] and drafts.tokens(match.start, 4)[3] < 0
     assert drafts.find(3, recent(begin)) is None
     assert drafts.find(1, recent(begin[:3])) is None, "three tokens are too few"
 
@@ -62,7 +62,7 @@ def test_the_newest_of_equal_matches_is_drafted_up_to_the_end_of_its_response() 
 def test_the_first_tokens_of_a_call_are_drafted_from_the_end_of_its_prompt() -> None:
     drafts = filled(1000, [(1, np.array([7, 8], np.int32))])
     match = drafts.find(1, recent(np.full(6, 901)))
-    assert match is not None and drafts.tokens(match.start, 5) == [7, 8]
+    assert match is not None and drafts.tokens(match.start, 2).tolist() == [7, 8]
 
 
 def test_the_oldest_responses_make_room_and_one_that_is_too_long_is_left_out() -> None:

@@ -88,9 +88,6 @@ def test_rows_keep_their_tokens_through_adds_removals_promotions_and_growth(data
         for slot, (keys, values) in content.items():
             found_keys, found_values = cache.read(slot, values.shape[2])
             assert torch.equal(found_keys, keys) and torch.equal(found_values, values)
-        for tier in cache.tiers:
-            valid = (tier.mask[tier.rows(0, len(tier.slots))] == 0).sum((1, 2)).tolist()
-            assert valid == [content[slot][1].shape[2] for slot in tier.slots for _ in range(ARCH.kv_head_count)]
 
 
 def check_kept(cache, kept):

@@ -18,12 +18,13 @@ from structlog.testing import capture_logs
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch import speculation
-from rollmesh.generator.engines.torch.speculation import Speculation
+from rollmesh.generator.engines.torch.speculation import Gate
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import FinishReason
 
 from ...kit.generation import VOCAB, Rollout, Running, collect, hf_logits, make_call, prompt_ids
 from ...kit.waiting import reached
+from .made_steps import always_draft
 
 _TEMPERATURES = (0.0, 0.7, 1.0)
 
@@ -31,23 +32,13 @@ _TEMPERATURES = (0.0, 0.7, 1.0)
 @pytest.fixture
 def speculating(monkeypatch: pytest.MonkeyPatch, engine_of: Callable[..., Any]) -> Callable[..., Any]:
     """``await speculating()``: an engine that uses every draft, whatever it has cost or brought."""
-
-    def widest(
-        self: Speculation, rows: int, expected: Sequence[Sequence[float]], free_places: Callable[[], int]
-    ) -> int:
-        fitting = [w for w in speculation.WIDTHS if w <= min(free_places(), speculation.MOST_TOKENS // rows)]
-        return fitting[-1] if fitting else 1
-
-    monkeypatch.setattr(Speculation, "_paying_width", widest)
+    monkeypatch.setattr(Gate, "measure", always_draft)
     monkeypatch.setattr(speculation, "_LEAST_CHANCE", 0.0)
-    monkeypatch.setattr(speculation, "_FIRST_PAUSE", 0)
-    monkeypatch.setattr(speculation, "_LONGEST_PAUSE", 0)
+    monkeypatch.setattr(speculation, "_LEAST_WIDTH", 16)
     monkeypatch.setattr(speculation, "_QUIET_MISSES", 100)
 
     async def make(**options: Any) -> TorchEngine:
         engine: TorchEngine = await engine_of(speculation="history", **options)
-        for state in engine._thread.batch.speculation._classes:  # type: ignore[union-attr]
-            state.pause = 0
         return engine
 
     return make
@@ -56,8 +47,7 @@ def speculating(monkeypatch: pytest.MonkeyPatch, engine_of: Callable[..., Any]) 
 def remember(engine: TorchEngine, rollouts: Sequence[Rollout]) -> None:
     """Make these answers the engine's history."""
     for rollout in rollouts:
-        ids = rollout.call.context_ids
-        engine._thread.batch.speculation.drafts.add(hash(ids.tobytes()), ids, rollout.tokens)  # type: ignore[union-attr]
+        engine._thread.batch.speculation.remember(rollout.call.context_ids, rollout.tokens)  # type: ignore[union-attr]
 
 
 def spoilt(rollout: Rollout) -> Rollout:
@@ -245,7 +235,7 @@ async def test_tokens_follow_the_exact_distribution_of_the_model(model_folder, s
 
 async def test_an_engine_whose_drafts_bring_nothing_stops_to_use_them_and_one_whose_do_goes_on(engine_of):
     """A step takes one tick of the clock, plain or wide; 12 answers of 230 tokens, of one call at a time."""
-    drafted, steps, paused = {}, {}, {}
+    drafted, steps, rested = {}, {}, {}
     for right in (True, False):
         plain, engine = await engine_of(slots=2), await engine_of(slots=2, speculation="history")
         engine._thread.batch.speculation.clock = count().__next__
@@ -261,11 +251,11 @@ async def test_an_engine_whose_drafts_bring_nothing_stops_to_use_them_and_one_wh
                     engine._thread.batch.speculation.drafts.clear()
                     remember(engine, [spoilt(rollout) for rollout in wanted])
             totals.append(engine.status().speculation.drafted_token_total)
-        state = engine._thread.batch.speculation._classes[0]
-        drafted[right], paused[right] = totals, state.paused_until
+        gate = engine._thread.batch.speculation.gates[0]
+        drafted[right], rested[right] = totals, gate.rests_until
         steps[right] = engine.status().decode_step_total
         await engine.aclose()
-    assert not paused[True] and drafted[True][0] < drafted[True][1] < drafted[True][2]
+    assert not rested[True] and drafted[True][0] < drafted[True][1] < drafted[True][2]
     assert steps[True] < 0.5 * 12 * 230
-    assert paused[False] and drafted[False][2] < 0.05 * drafted[True][2]
+    assert rested[False] and drafted[False][2] < 0.05 * drafted[True][2]
     assert steps[False] > 0.95 * 12 * 230

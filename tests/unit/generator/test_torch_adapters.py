@@ -18,13 +18,14 @@ from rollmesh.generator.engines import call_limits
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.policy_folders import AdaptedLayers, AdapterSettings, adapted_layers, read_shapes
 from rollmesh.generator.engines.torch.adapters import BASE, AdapterStack
-from rollmesh.generator.engines.torch.speculation import Speculation
+from rollmesh.generator.engines.torch.speculation import Gate
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import FinishReason
 
 from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, change_config, change_tensors, merge, write_adapter
 from ...kit.generation import Rollout, Running, collect, hf_logprobs, make_call, prompt_ids
 from .conftest import CONFIGS, ModelMaker
+from .made_steps import always_draft
 
 _LAYER = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 
@@ -95,7 +96,7 @@ async def test_calls_finish_on_the_version_they_began_with_next_to_calls_of_othe
     adapter_engine, versions, graphs, speculation, monkeypatch
 ):
     monkeypatch.setattr(call_limits, "_HOLD_SECONDS", 600.0)
-    monkeypatch.setattr(Speculation, "_paying_width", lambda self, rows, expected, free_places: min(4, free_places()))
+    monkeypatch.setattr(Gate, "measure", always_draft)
     engine = await adapter_engine(cuda_graphs=graphs, speculation=speculation)
     context = prompt_ids(4, 30)  # the same for all: a cache shared between versions would show
     await collect(engine, make_call("before", context, max_new_token_count=200))

@@ -13,7 +13,6 @@ from torch import Tensor
 from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.kernels import Int64Array, Multiply, Operand, as_pairs
 from rollmesh.generator.engines.torch.kv_cache import Tier
-from rollmesh.generator.engines.torch.sampling import BoolArray
 
 
 class TierShare(NamedTuple):
@@ -33,26 +32,34 @@ class StepBuffers:
         like: Tensor,
         operand: Callable[[Tensor], Operand],
         row_count: int,
+        longest: int,
         *,
         shared_score_tokens: int = 0,
     ) -> None:
         """Allocate buffers of the type and device of ``like`` for plans of at most ``row_count`` tokens.
 
-        Plans share one buffer for attention scores of at most ``shared_score_tokens`` (tokens of a step * span of a
-        tier); a plan with more has its own.
+        Rows of the cache have at most ``longest`` tokens. Plans share one buffer for attention scores of at most
+        ``shared_score_tokens`` (tokens of a step * span of a tier); a plan with more has its own.
         """
         self.arch = arch
         self.operand = operand
         self.states, self.normed, self.change = (like.new_empty((row_count, arch.hidden_size)) for _ in range(3))
-        self.qkv = like.new_empty((row_count, arch.kv_head_count, arch.heads_per_kv + 2, arch.head_size))
-        self.attended = like.new_empty((row_count, arch.kv_head_count, arch.heads_per_kv, arch.head_size))
+        qkv, attended = arch.heads_per_kv + 2, arch.heads_per_kv
+        self.qkv, self.packed_qkv = (like.new_empty((row_count, arch.kv_head_count, qkv, arch.head_size)) for _ in "qk")
+        self.attended, self.packed_attended = (
+            like.new_empty((row_count, arch.kv_head_count, attended, arch.head_size)) for _ in "qk"
+        )
         self.gate_up = like.new_empty((row_count, 2 * arch.mlp_size))
         self.gated = like.new_empty((row_count, arch.mlp_size))
         self.logits = like.new_empty((row_count, arch.vocab_size))
         self.rows = torch.arange(row_count * arch.kv_head_count, device=like.device)
         self.counters = torch.zeros_like(self.rows)
         """Position of every token and kv head of the current step."""
-        self._views: dict[int, TokenViews] = {}
+        self.seen = like.new_empty((row_count, longest))
+        """Additive mask of every token of the current step: 0 at the tokens up to its own, -inf behind it."""
+        self.columns = torch.arange(longest, device=like.device)
+        self.zero, self.hidden = like.new_zeros(()), like.new_tensor(-torch.inf)
+        self._views: dict[tuple[int, bool], TokenViews] = {}
         self._scores = like.new_empty((2, shared_score_tokens * arch.head_count))
 
     def place(self, positions: Int64Array) -> None:
@@ -60,11 +67,11 @@ class StepBuffers:
         heads = self.arch.kv_head_count
         self.counters[: len(positions) * heads].copy_(torch.from_numpy(np.repeat(positions, heads)))
 
-    def views(self, count: int) -> TokenViews:
+    def views(self, count: int, *, packed: bool = False) -> TokenViews:
         """Return the views of the first ``count`` rows of the buffers."""
-        if count not in self._views:
-            self._views[count] = TokenViews(self, count)
-        return self._views[count]
+        if (count, packed) not in self._views:
+            self._views[count, packed] = TokenViews(self, count, packed=packed)
+        return self._views[count, packed]
 
     def shares_scores(self, count: int) -> bool:
         """Tell whether so many scores fit in the buffer of all plans."""
@@ -83,17 +90,18 @@ class TokenViews:
     Attributes named ``..._op`` are operands of the model's ``Multiply`` over the memory of the tensor before them.
     """
 
-    def __init__(self, buffers: StepBuffers, count: int) -> None:
+    def __init__(self, buffers: StepBuffers, count: int, *, packed: bool) -> None:
         arch, op = buffers.arch, buffers.operand
+        qkv, attended = (buffers.packed_qkv, buffers.packed_attended) if packed else (buffers.qkv, buffers.attended)
         self.states = buffers.states[:count]  # [tokens, hidden], the residual stream
         self.normed = buffers.normed[:count]  # [tokens, hidden]
         self.normed_op = op(self.normed)
-        self.qkv = buffers.qkv[:count].view(count, -1)  # [tokens, kv_heads * (g + 2) * d]
+        self.qkv = qkv[:count].view(count, -1)  # [tokens, kv_heads * (g + 2) * d]
         self.qkv_op = op(self.qkv)
-        self.heads = buffers.qkv[:count, :, : arch.heads_per_kv + 1]  # [tokens, kv_heads, g + 1, d], queries and keys
+        self.heads = qkv[:count, :, : arch.heads_per_kv + 1]  # [tokens, kv_heads, g + 1, d], queries and keys
         # The same as complex pairs, [tokens, kv_heads, g + 1, d / 2]; float32 only.
         self.pairs = as_pairs(self.heads) if self.heads.dtype == torch.float32 else None
-        self.attended = buffers.attended[:count].view(count, -1)  # [tokens, heads * d]
+        self.attended = attended[:count].view(count, -1)  # [tokens, heads * d]
         self.attended_op = op(self.attended)
         self.gate_up = buffers.gate_up[:count]  # [tokens, 2 * mlp]
         self.gate_up_op = op(self.gate_up)
@@ -109,125 +117,92 @@ class TokenViews:
 class DecodePlan:
     """Views of the memory that one decode step reads and writes, except weights; reused while its shapes are."""
 
-    def __init__(self, buffers: StepBuffers, tiers: Sequence[TierPlan | WideTierPlan], width: int) -> None:
-        """Join the plans of tiers, whose rows follow each other, to a step of ``width`` tokens for every row."""
+    def __init__(
+        self, buffers: StepBuffers, tiers: Sequence[TierPlan], width: int, used: Int64Array | None = None
+    ) -> None:
+        """Join the plans of tiers, whose rows follow each other, to a step of ``width`` tokens for every row.
+
+        With ``used``, only these of all tokens are computed, and others take part in nothing but the attention. Equal
+        ones are the token, and padding.
+        """
         self.tiers, self.width = tiers, width
-        self.views = buffers.views(width * sum(tier.rows for tier in tiers))
+        count = width * sum(tier.rows for tier in tiers)
+        whole = buffers.views(count)
         # int64 [tokens * kv_heads]; a step of one token a row advances them.
-        self.counters = buffers.counters[: len(self.views.states) * buffers.arch.kv_head_count]
+        self.counters = buffers.counters[: count * buffers.arch.kv_head_count]
         self.positions = self.counters[:: buffers.arch.kv_head_count]  # int64 [tokens]
+        self.views = whole
+        self._spread: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        if used is not None:
+            self.views, device = buffers.views(len(used), packed=True), self.positions.device
+            places = torch.from_numpy(used).to(device)
+            numbers = np.zeros(count, np.int64)
+            numbers[used[::-1]] = np.arange(len(used))[::-1]  # the first of equal ones is the token
+            self.positions = self.positions.index_select(0, places)
+            self._spread = torch.from_numpy(numbers).to(device), whole.qkv, places, whole.attended
 
-    def keep(self, kept: BoolArray) -> None:
-        """Let later steps see those tokens of a wide step that are ``kept``, [rows, width]."""
-        first = 0
+    def attend(self, multiply: Multiply, number: int, scale: float) -> None:
+        """Attend in layer ``number``."""
+        if self._spread is not None:
+            numbers, qkv, places, attended = self._spread
+            torch.index_select(self.views.qkv, 0, numbers, out=qkv)
         for tier in self.tiers:
-            assert isinstance(tier, WideTierPlan)
-            tier.keep(kept[first : (first := first + tier.rows)])
-
-
-class TierViews:
-    """Views of a tier's first rows over its first positions. n = rows * kv_heads, d = head size."""
-
-    def __init__(self, buffers: StepBuffers, share: TierShare) -> None:
-        op, (tier, rows, span) = buffers.operand, share
-        used = rows * buffers.arch.kv_head_count
-        # Layers stay together until the end: one unbind instead of one slice per layer.
-        keys, values, mask = tier.keys[:, :used], tier.values[:, :used], tier.mask[:used]
-        self.keys = keys.transpose(2, 3).unbind(0)  # per layer [n, width, d], to write by place
-        self.values = values.unbind(0)  # per layer [n, width, d]
-        self.mask = mask[:, 0]  # [n, width]
-        self.span_key_ops = tuple(op(layer) for layer in keys[..., :span].unbind(0))  # per layer [n, d, span]
-        self.span_value_ops = tuple(op(layer) for layer in values[:, :, :span].unbind(0))  # per layer [n, span, d]
-        self.span_mask = mask[..., :span]  # [n, 1, span]
+            tier.attend(multiply, number, scale)
+        if self._spread is not None:
+            torch.index_select(attended, 0, places, out=self.views.attended)
 
 
 class TierPlan:
-    """Views of one tier in a step. n = rows in use * kv_heads, g = query heads per kv head, d = head size."""
+    """Views of one tier in a step of w tokens a row. n = rows in use * kv_heads, g = query heads per kv head.
 
-    def __init__(self, buffers: StepBuffers, share: TierShare, start: int) -> None:
-        """Plan a tier's share, whose first row is row ``start`` of the step."""
-        arch, op, (_, rows, span) = buffers.arch, buffers.operand, share
-        heads, group, stop = arch.kv_head_count, arch.heads_per_kv, start + rows
-        self.rows, used = rows, rows * heads
-        qkv = buffers.qkv[start:stop].view(used, group + 2, arch.head_size)
-        self.tier = TierViews(buffers, share)
-        # int64 [n] each: row and position that this step writes
-        self.place = buffers.rows[:used], buffers.counters[start * heads : stop * heads]
-        self.new_key, self.new_value = qkv[:, group], qkv[:, group + 1]  # [n, d] each
-        self.query_op = op(qkv[:, :group])  # [n, g, d]
-        self.scores, self.shares = buffers.scores(used, group, span)  # [n, g, span] each, and softmax of the scores
-        self.scores_op, self.shares_op = op(self.scores), op(self.shares)
-        self.attended_op = op(buffers.attended[start:stop].view(used, group, arch.head_size))  # [n, g, d]
-
-    def begin(self, zero: Tensor) -> None:
-        """Make the step's tokens visible, by the mask's value ``zero``."""
-        self.tier.mask.index_put_(self.place, zero)
-
-    def attend(self, multiply: Multiply, number: int, scale: float) -> None:
-        """Write the keys and values of layer ``number`` and attend."""
-        tier = self.tier
-        tier.keys[number].index_put_(self.place, self.new_key)
-        tier.values[number].index_put_(self.place, self.new_value)
-        multiply(self.query_op, tier.span_key_ops[number], self.scores_op)
-        torch.add(tier.span_mask, self.scores, alpha=scale, out=self.scores)
-        torch.softmax(self.scores, -1, out=self.shares)
-        multiply(self.shares_op, tier.span_value_ops[number], self.attended_op)
-
-
-class WideTierPlan:
-    """Views of one tier in a step of w tokens a row: the queries of a row are rows of one product over its cache.
-
-    Each token sees the tokens up to its own. The tier's mask is not read, and does not show the step's tokens before
-    ``keep``: keys and values of those that are not kept stay behind the others, where later ones overwrite them.
+    The queries of a row are rows of one product over its cache; each token sees the tokens up to its own. So what lies
+    behind the tokens of a row is never read: what a call had there before it, or tokens of a draft that were not kept.
     """
 
     def __init__(self, buffers: StepBuffers, share: TierShare, start: int, width: int) -> None:
-        """Plan a tier's share, whose first row is row ``start`` of the step."""
-        arch, op, (_, rows, span) = buffers.arch, buffers.operand, share
+        """Plan a tier's share of a step of ``width`` tokens a row, whose first row is row ``start`` of the step."""
+        arch, op, (tier, rows, span) = buffers.arch, buffers.operand, share
         heads, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
-        tokens = slice(start * width, (start + rows) * width)
-        self.rows, self.tier = rows, TierViews(buffers, share)
-        qkv = buffers.qkv[tokens].view(rows, width, heads, group + 2, size)
-        flat = qkv.view(-1, group + 2, size)
-        self.new_key, self.new_value = flat[:, group], flat[:, group + 1]  # [rows * w * kv_heads, d] each
-        by_row = buffers.rows[: rows * heads].view(rows, 1, heads).expand(rows, width, heads)
-        # int64 [rows * w * kv_heads] each: row and position that this step writes
+        used, tokens = rows * heads, slice(start * width, (start + rows) * width)
+        self.rows = rows
+        # Layers stay together until the end: one unbind instead of one slice per layer.
+        keys, values = tier.keys[:, :used], tier.values[:, :used]
+        self.keys = keys.transpose(2, 3).unbind(0)  # per layer [n, tier's width, d], to write by place
+        self.values = values.unbind(0)  # per layer [n, tier's width, d]
+        self.key_ops = tuple(op(layer) for layer in keys[..., :span].unbind(0))  # per layer [n, d, span]
+        self.value_ops = tuple(op(layer) for layer in values[:, :, :span].unbind(0))  # per layer [n, span, d]
+        by_row = buffers.rows[:used].view(rows, 1, heads).expand(rows, width, heads)
+        # int64 [n * w] each: row and position that this step writes
         self.place = by_row.reshape(-1), buffers.counters[tokens.start * heads : tokens.stop * heads]
-        self.all_queries = qkv[:, :, :, :group].permute(0, 2, 3, 1, 4)  # [rows, kv_heads, g, w, d]
-        self.queries = torch.empty_like(self.all_queries, memory_format=torch.contiguous_format)
-        self.queries_op = op(self.queries.view(rows * heads, group * width, size))
-        self.scores, self.shares = buffers.scores(rows * heads, group * width, span)
+        qkv = buffers.qkv[tokens].view(rows * width * heads, group + 2, size)
+        self.new_key, self.new_value = qkv[:, group], qkv[:, group + 1]  # [n * w, d] each
+        self.queries = qkv[:, :group].view(rows, width, heads, group, size).permute(0, 2, 3, 1, 4)
+        self.attended = buffers.attended[tokens].view(rows, width, heads, group, size).permute(0, 2, 3, 1, 4)
+        # [rows, kv_heads, g, w, d] each; in the order of the product where w > 1
+        self.ordered = None if width == 1 else torch.empty(self.queries.shape).to(self.queries)
+        queries = qkv[:, :group] if self.ordered is None else self.ordered.view(used, group * width, size)
+        attended = self.attended.view(used, group, size) if self.ordered is None else queries
+        self.query_op, self.attended_op = op(queries), op(attended)  # [n, g * w, d] each
+        self.scores, self.shares = buffers.scores(used, group * width, span)  # [n, g * w, span] each, and softmax
         self.scores_op, self.shares_op = op(self.scores), op(self.shares)
         self.by_token = self.scores.view(rows, heads * group, width, span)
-        self.last_seen = self.place[1].view(rows, width, heads)[:, None, :, :1]  # [rows, 1, w, 1]
-        self.columns = torch.arange(span, device=qkv.device)
-        self.seen = self.scores.new_empty((rows, 1, width, span))  # additive mask of each token
-        self.hidden = self.scores.new_tensor(-torch.inf)
-        attended = buffers.attended[tokens].view(rows, width, heads, group, size)
-        self.attended = attended.permute(0, 2, 3, 1, 4)  # [rows, kv_heads, g, w, d]
-        self._heads = heads
+        self.seen = buffers.seen[tokens, :span].view(rows, 1, width, span)
+        self._last = self.place[1].view(rows, width, heads)[:, None, :, :1]  # [rows, 1, w, 1], last position seen
+        self._columns, self._zero, self._hidden = buffers.columns[:span], buffers.zero, buffers.hidden
 
-    def begin(self, zero: Tensor) -> None:
-        torch.where(self.columns > self.last_seen, self.hidden, zero, out=self.seen)
+    def begin(self) -> None:
+        """Find which tokens of the cache each token of the step sees."""
+        torch.where(self._columns > self._last, self._hidden, self._zero, out=self.seen)
 
     def attend(self, multiply: Multiply, number: int, scale: float) -> None:
-        tier = self.tier
-        tier.keys[number].index_put_(self.place, self.new_key)
-        tier.values[number].index_put_(self.place, self.new_value)
-        self.queries.copy_(self.all_queries)
-        multiply(self.queries_op, tier.span_key_ops[number], self.scores_op)
+        """Write the keys and values of layer ``number`` and attend."""
+        self.keys[number].index_put_(self.place, self.new_key)
+        self.values[number].index_put_(self.place, self.new_value)
+        if self.ordered is not None:
+            self.ordered.copy_(self.queries)
+        multiply(self.query_op, self.key_ops[number], self.scores_op)
         torch.add(self.seen, self.by_token, alpha=scale, out=self.by_token)
         torch.softmax(self.scores, -1, out=self.shares)
-        multiply(self.shares_op, tier.span_value_ops[number], self.queries_op)
-        self.attended.copy_(self.queries)
-
-    def keep(self, kept: BoolArray) -> None:
-        """Let later steps see the tokens that are ``kept``, [rows, w]."""
-        values = np.where(np.repeat(kept.ravel(), self._heads), np.float32(0), np.float32(-np.inf))
-        mask = self.tier.mask
-        mask.index_put_(self.place, torch.from_numpy(values).to(mask.device, mask.dtype))
-
-
-def tier_plan(buffers: StepBuffers, share: TierShare, start: int, width: int) -> TierPlan | WideTierPlan:
-    """Plan a tier's share of a step of ``width`` tokens for every row, whose first row is row ``start`` of the step."""
-    return TierPlan(buffers, share, start) if width == 1 else WideTierPlan(buffers, share, start, width)
+        multiply(self.shares_op, self.value_ops[number], self.attended_op)
+        if self.ordered is not None:
+            self.attended.copy_(self.ordered)

@@ -5,9 +5,9 @@ writes, and is reused until the rows change. One in-place addition advances all 
 
 A CUDA graph replays fixed shapes at fixed addresses. So the padded step rounds the rows of every tier up to a bucket
 (1, 2, 4, 8 ... or all rows of the tier's block) and attends over the tier's whole width. Rows beyond those in use are
-scratch: they belong to no call and decode token 0 from position 0. Their writes are overwritten or masked when a call
-takes the row. The row of a held call may be scratch too, after the end of its tokens; ``KvCache.trim`` masks these
-writes. Every row reads only its own cache, so padding cannot affect a call.
+scratch: they belong to no call and decode token 0 from position 0. Their writes are overwritten or unseen when a call
+takes the row. The row of a held call may be scratch too, after the end of its tokens. Every row reads only its own
+cache, so padding cannot affect a call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from rollmesh.generator.engines.torch.decode_plan import (
     StepBuffers,
     TierPlan,
     TierShare,
-    WideTierPlan,
-    tier_plan,
 )
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kernels import Int64Array
@@ -41,8 +39,10 @@ _SPAN = 16
 """Attention spans are rounded up to a multiple of this, so that a plan is valid for several steps."""
 _WIDE_SPAN = 64
 """The same for wide steps, whose plans are made for each of several widths."""
-_MAX_STEPS, _MAX_PLANS = 64, 256
-"""Maximum number of padded steps kept, with their graphs; and of plans of one tier."""
+_ALIGNED = 4
+"""Wide steps compute a multiple of so many tokens: OpenBLAS multiplies 4 rows faster than 3."""
+_MAX_STEPS, _MAX_PLANS = 64, 512
+"""Maximum number of padded steps kept, with their graphs; and of other plans."""
 
 
 class Stepper:
@@ -73,77 +73,75 @@ class Stepper:
             self._capture = _graph_capture(model.device)
         # Rounding up to a power of two less than doubles the rows.
         tokens = (2 if padded else 1) * max(slots, most_tokens)
-        self._buffers = model.step_buffers(tokens, shared_score_tokens=cache.token_capacity)
-        self._kept: OrderedDict[PlanKey, TierPlan | WideTierPlan | _StaticStep] = cache.views
-        """Padded steps; or, as most combinations of tiers come once, plans of single tiers."""
+        self._buffers = model.step_buffers(tokens, cache.longest, shared_score_tokens=cache.token_capacity)
+        self._kept: OrderedDict[PlanKey, DecodePlan | TierPlan | _StaticStep] = cache.views
+        """Padded steps; or plans of single tiers, as most combinations of tiers come once, and of combinations."""
         self._current: DecodePlan | _StaticStep | None = None
         self._live: Tensor | None = None
-        """Tokens of the padded step that belong to calls, int64; None if all do."""
+        """Tokens of the step that are in use, int64; None if all are."""
 
-    def prepare(self, lengths: Int64Array, places: Int64Array | None = None, width: int = 1) -> int:
-        """Prepare steps of ``width`` tokens for the active rows; returns the number of steps for which this is valid.
+    def prepare(self, lengths: Int64Array, places: Int64Array | None = None, used: BoolArray | None = None) -> int:
+        """Prepare steps of the active rows; returns the number of steps for which this is valid.
 
         ``lengths`` [rows] are the cached tokens of all rows in order, including held rows, and ``places`` [rows] the
-        places of their adapters; None without adapters. All rows have room for ``width`` tokens.
+        places of their adapters; None without adapters. ``used`` [active, width] are the tokens of a wide step, None is
+        one of each row; all rows have room for ``width`` tokens.
         """
+        width = 1 if used is None else used.shape[1]
         shares: list[TierShare] = []
         rows: list[int] = []  # of the step: numbers of rows in ``lengths``, -1 for padding
         live: list[int] = []
         key: list[tuple[int, int, int]] = [(-1, width, 0)]
         steps, start, unit = self._cache.longest, 0, _SPAN if width == 1 else _WIDE_SPAN
         for number, tier in enumerate(self._cache.tiers):
-            first, start, used = start, start + len(tier.slots), tier.active_count
-            if not used:
+            first, start, active = start, start + len(tier.slots), tier.active_count
+            if not active:
                 continue
-            count = bucket(used, tier.row_capacity) if self._padded else used
+            count = bucket(active, tier.row_capacity) if self._padded else active
             stop = min(start, first + count)  # held rows used as padding are written only after their tokens
             longest = int(lengths[first:stop].max()) + width - 1
             span = tier.width if self._padded else min(tier.width, (longest // unit + 1) * unit)
             steps = min(steps, span - longest)
-            live += range(len(rows), len(rows) + used)
+            live += range(len(rows), len(rows) + active)
             rows += [*range(first, stop), *[-1] * (first + count - stop)]
             shares.append(TierShare(tier, count, span))
             key.append((number, count, span))
         exact = not self._padded and len(rows) == len(lengths)
         positions = lengths if exact else np.append(lengths, 0)[rows]
-        if width > 1:
+        chosen: Int64Array | None = None  # of all tokens
+        if used is not None:
             positions = (positions[:, None] + np.arange(width)).ravel()
+            chosen = (np.array(live)[:, None] * width + np.arange(width))[used]
+        elif len(live) < len(rows):
+            chosen = np.array(live)
         self._buffers.place(positions)
-        if self._model.adapters is not None and places is not None:
-            self._model.adapters.arrange(np.repeat(np.append(places, BASE)[rows], width))
+        packed: Int64Array | None = None
         if self._padded:
             self._current = self._static(tuple(key), shares, width)
         else:
-            starts = accumulate((share.rows for share in shares), initial=0)
-            parts = [self._plan(*each, width) for each in zip(key[1:], shares, starts, strict=False)]
-            self._current = DecodePlan(self._buffers, parts, width)
+            plan = self._current = self._joined(tuple(key), shares, width)
+            count = len(positions) if chosen is None else -(-len(chosen) // _ALIGNED) * _ALIGNED
+            if chosen is not None and count < len(positions):
+                packed = np.append(chosen, np.full(count - len(chosen), chosen[0]))
+                self._current = DecodePlan(self._buffers, plan.tiers, width, packed)
+        if self._model.adapters is not None and places is not None:
+            by_token = np.repeat(np.append(places, BASE)[rows], width)
+            self._model.adapters.arrange(by_token if packed is None else by_token[packed])
         self._live = None
-        if len(live) < len(rows):
-            tokens = np.array(live)[:, None] * width + np.arange(width)
-            self._live = torch.from_numpy(tokens.ravel()).to(self._model.device)
+        if chosen is not None and len(chosen) < (len(positions) if packed is None else len(packed)):
+            in_use = chosen if packed is None else np.arange(len(chosen))
+            self._live = torch.from_numpy(in_use).to(self._model.device)
         return steps
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Append ``tokens`` int64 [active * width]; returns the logits of each, valid until the next step."""
+        """Append the tokens in use, int64 [tokens]; returns the logits of each, valid until the next step."""
         step, live = self._current, self._live
         assert step is not None
-        if isinstance(step, DecodePlan):
-            return self._model.decode(tokens, step)
-        if live is None:
-            return step.run(tokens)
-        step.tokens.index_copy_(0, live, tokens)
-        return step.run(None).index_select(0, live)
-
-    def keep(self, kept: BoolArray) -> None:
-        """Keep these tokens of a wide step, [active, width]; the others are not seen by later steps."""
-        step = self._current
-        assert step is not None
-        plan = step if isinstance(step, DecodePlan) else step.plan
-        if self._live is not None:
-            full = np.zeros((len(plan.views.states) // kept.shape[1], kept.shape[1]), np.bool_)
-            full.ravel()[self._live.cpu().numpy()] = kept.ravel()
-            kept = full
-        plan.keep(kept)
+        if live is not None:
+            every = step.tokens if isinstance(step, _StaticStep) else tokens.new_zeros(len(step.positions))
+            tokens = every.index_copy_(0, live, tokens)
+        found = step.run(tokens) if isinstance(step, _StaticStep) else self._model.decode(tokens, step)
+        return found if live is None else found.index_select(0, live)
 
     def release(self) -> None:
         """Drop the result of ``prepare`` because rows are about to move."""
@@ -159,19 +157,35 @@ class Stepper:
         step.tokens.zero_()  # everywhere, because the scratch rows may have changed
         return step
 
-    def _plan(self, tier: tuple[int, int, int], share: TierShare, start: int, width: int) -> TierPlan | WideTierPlan:
-        key = (tier, (-1, start, width))
+    def _joined(self, key: PlanKey, shares: list[TierShare], width: int) -> DecodePlan:
+        """Return the plan of these tiers, of parts that other combinations of tiers share."""
+        joined = self._kept.get(key)
+        if joined is None:
+            parts, start = list[TierPlan](), 0
+            for tier, share in zip(key[1:], shares, strict=True):
+                parts.append(self._plan((tier, (-1, start, width)), share, width))
+                start += share.rows
+            joined = DecodePlan(self._buffers, parts, width)
+            # Else too much memory to keep for many plans:
+            if all(self._buffers.shares_scores(part.scores.numel()) for part in parts):
+                self._keep(key, joined, _MAX_PLANS)
+            return joined
+        assert isinstance(joined, DecodePlan)
+        self._kept.move_to_end(key)
+        return joined
+
+    def _plan(self, key: PlanKey, share: TierShare, width: int) -> TierPlan:
         plan = self._kept.get(key)
         if plan is None:
-            plan = tier_plan(self._buffers, share, start, width)
-            if self._buffers.shares_scores(plan.scores.numel()):  # else too much memory to keep for many plans
+            plan = TierPlan(self._buffers, share, key[1][1], width)
+            if self._buffers.shares_scores(plan.scores.numel()):
                 self._keep(key, plan, _MAX_PLANS)
             return plan
-        assert not isinstance(plan, _StaticStep)
+        assert isinstance(plan, TierPlan)
         self._kept.move_to_end(key)
         return plan
 
-    def _keep(self, key: PlanKey, made: TierPlan | WideTierPlan | _StaticStep, most: int) -> None:
+    def _keep(self, key: PlanKey, made: DecodePlan | TierPlan | _StaticStep, most: int) -> None:
         self._kept[key] = made
         if len(self._kept) > most:
             self._kept.popitem(last=False)
@@ -189,7 +203,7 @@ class _StaticStep:
         capture: Capture | None,
     ) -> None:
         starts = accumulate((share.rows for share in shares), initial=0)
-        parts = [tier_plan(buffers, *each, width) for each in zip(shares, starts, strict=False)]
+        parts = [TierPlan(buffers, *each, width) for each in zip(shares, starts, strict=False)]
         plan = self.plan = DecodePlan(buffers, parts, width)
         tokens = torch.zeros(len(plan.positions), dtype=torch.int64, device=model.device)
         self.tokens = tokens
@@ -199,12 +213,12 @@ class _StaticStep:
         self._capture = capture
         self._ran = False
 
-    def run(self, tokens: Tensor | None) -> Tensor:
-        """Decode ``tokens`` [padded rows], or ``self.tokens`` for None; returns logits [padded rows, vocab].
+    def run(self, tokens: Tensor) -> Tensor:
+        """Decode ``tokens`` [padded rows * width], which may be ``self.tokens``; returns logits [tokens, vocab].
 
         The first run executes directly and is the warm-up that a capture needs. The second run captures.
         """
-        if tokens is not None:
+        if tokens is not self.tokens:
             self.tokens.copy_(tokens)
         if self._ran and self._capture is not None:
             self._work, self._capture = self._capture(self._work), None

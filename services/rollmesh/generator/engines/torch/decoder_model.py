@@ -63,7 +63,6 @@ class DecoderModel:
         self._rotations = rotation_table(arch.rope, arch.head_size, positions, device)
         self._floor = torch.tensor(math.sqrt(arch.hidden_size * arch.norm_eps), device=device)
         self._head_floor = torch.tensor(math.sqrt(arch.head_size * arch.norm_eps), device=device)
-        self._zero = torch.zeros((), dtype=weights.embedding.dtype, device=device)
         short = _SHORT_CONTEXT if isinstance(self.multiply, NumpyMultiply) else 0
         self._causal = torch.full((short, short), -torch.inf, device=device).triu(1)
         self._scale = arch.head_size**-0.5
@@ -92,15 +91,15 @@ class DecoderModel:
         other._bind(weights)
         return other
 
-    def step_buffers(self, row_count: int, *, shared_score_tokens: int = 0) -> StepBuffers:
+    def step_buffers(self, row_count: int, longest: int, *, shared_score_tokens: int = 0) -> StepBuffers:
         """Allocate memory of decode steps of this model."""
         like, operand = self.weights.embedding, self.multiply.operand
-        return StepBuffers(self.arch, like, operand, row_count, shared_score_tokens=shared_score_tokens)
+        return StepBuffers(self.arch, like, operand, row_count, longest, shared_score_tokens=shared_score_tokens)
 
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
-        """Append the plan's tokens to every row; returns the logits [rows * width, vocab], a reused buffer.
+        """Append the plan's tokens, int64 [tokens], to the rows; returns the logits [tokens, vocab], a reused buffer.
 
-        ``tokens`` int64 [rows * width]. A plan of one token a row moves on by it.
+        A plan of one token a row moves on by it.
         """
         multiply, views, adapters = self.multiply, plan.views, self.adapters
         x = views.states
@@ -108,7 +107,7 @@ class DecoderModel:
         torch.index_select(self.weights.embedding, 0, tokens, out=x)
         rotations = self._rotations.index_select(0, plan.positions).unsqueeze(1)
         for tier in plan.tiers:
-            tier.begin(self._zero)
+            tier.begin()
         for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
             unit_norm(x, self._floor, views.normed)
             multiply(views.normed_op, qkv, views.qkv_op)
@@ -120,8 +119,7 @@ class DecoderModel:
                 views.pairs.mul_(rotations)
             else:
                 rotate_(views.heads, rotations)
-            for tier in plan.tiers:
-                tier.attend(multiply, number, self._scale)
+            plan.attend(multiply, number, self._scale)
             multiply(views.attended_op, output, views.change_op)
             self._adapt_(views.change, number, "output", views.attended, adapted)
             x.add_(views.change)

@@ -63,9 +63,9 @@ class Drafts:
         count = 1 + len(tail) + len(response_ids)
         if COMPARED + count >= self._most:
             return
-        while self._end + count >= len(self._ring) and len(self._ring) < self._most:
-            self._allocate(min(_GROWTH * len(self._ring), self._most))
-        if self._end + count >= len(self._ring):
+        while self._end + count > self._size and self._size < self._most:
+            self._allocate(min(_GROWTH * self._size, self._most))
+        if self._end + count > self._size:
             self._index()
             self._end = self._indexed = COMPARED
         start = self._end
@@ -110,20 +110,19 @@ class Drafts:
             place = self._links_view[place]
         return Match(best, length) if best else None
 
-    def tokens(self, start: int, count: int) -> list[int]:
-        """Return at most ``count`` tokens of the ring from a place to the end of its response."""
-        found: list[int] = self._ring_view[start : start + count].tolist()
-        for at, token in enumerate(found):
-            if token < 0:
-                return found[:at]
-        return found
+    def tokens(self, start: int, count: int) -> Int32Array:
+        """Return ``count`` tokens of the ring, at most ``COMPARED``; a negative one is the end of the response."""
+        return self._ring[start : start + count]
 
     def _allocate(self, tokens: int) -> None:
-        """Make a ring of ``tokens`` places with the responses in use, and an index of at least as many hashes."""
-        bits, ring = int(tokens - 1).bit_length(), np.full(tokens + 1, -1, np.int32)
+        """Make a ring of ``tokens`` places with the responses in use, and an index of at least as many hashes.
+
+        Behind it there are places so that as many tokens can be read behind any.
+        """
+        bits, ring = int(tokens - 1).bit_length(), np.full(tokens + COMPARED, -1, np.int32)
         if self._end > COMPARED:
             ring[: self._end] = self._ring[: self._end]
-        self._ring = ring
+        self._ring, self._size = ring, tokens
         self._links = np.zeros(tokens + 1, np.int32)
         self._heads = np.zeros(1 << bits, np.int32)
         self._shift = 64 - bits

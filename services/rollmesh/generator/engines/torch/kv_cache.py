@@ -56,8 +56,6 @@ class Tier:
         """Transposed keys [layers, rows * kv_heads, head_size, width]: a third cheaper to multiply by few queries."""
         self.values = torch.empty((arch.layer_count, 0, width, arch.head_size), dtype=dtype, device=device)
         """Values [layers, rows * kv_heads, width, head_size]."""
-        self.mask = torch.empty((0, 1, width), dtype=dtype, device=device)
-        """Additive mask [rows * kv_heads, 1, width]: 0 at tokens of the row, -inf elsewhere."""
 
     @property
     def active_count(self) -> int:
@@ -70,19 +68,17 @@ class Tier:
         # Entries beyond a call's tokens are multiplied by a softmax weight of 0, so they must be finite: zeros.
         keys = self.keys.new_zeros((self.keys.shape[0], total, *self.keys.shape[2:]))
         values = self.values.new_zeros((self.values.shape[0], total, *self.values.shape[2:]))
-        mask = self.mask.new_full((total, 1, self.width), -torch.inf)
         keys[:, :kept] = self.keys[:, :kept]
         values[:, :kept] = self.values[:, :kept]
-        mask[:kept] = self.mask[:kept]
-        self.keys, self.values, self.mask, self.row_capacity = keys, values, mask, row_capacity
+        self.keys, self.values, self.row_capacity = keys, values, row_capacity
 
     def rows(self, start: int, stop: int) -> slice:
-        """Return the slice of these rows in ``keys`` and ``values`` (dimension 1) and ``mask`` (dimension 0)."""
+        """Return the slice of these rows in ``keys`` and ``values`` (dimension 1)."""
         return slice(start * self._heads, stop * self._heads)
 
-    def row(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def row(self, index: int) -> tuple[Tensor, Tensor]:
         rows = self.rows(index, index + 1)
-        return self.keys[:, rows], self.values[:, rows], self.mask[rows]
+        return self.keys[:, rows], self.values[:, rows]
 
     def remove(self, index: int) -> None:
         """Remove a row; the last row takes its place."""
@@ -143,7 +139,7 @@ class KvCache:
     def read(self, slot: int, count: int) -> tuple[Tensor, Tensor]:
         """Return views of the first ``count`` positions of a slot, in the shapes of ``write``."""
         tier, index = self._place[slot]
-        keys, values, _ = tier.row(index)
+        keys, values = tier.row(index)
         return keys[..., :count], values[:, :, :count]
 
     def read_prefix(self, prefix: Prefix, count: int) -> tuple[Tensor, Tensor]:
@@ -175,14 +171,12 @@ class KvCache:
             self.prefixes.add(Prefix(policy_version=policy_version, token_ids=ids, kept=kept))
 
     def add(self, slot: int, length: int) -> None:
-        """Give ``slot`` a row of ``length`` valid tokens, to be written next; the caller has checked ``has_room``."""
+        """Give ``slot`` a row for ``length`` tokens, to be written next; the caller has checked ``has_room``."""
         tier = self._tier_for(length)
         index = len(tier.slots)
         self._reserve(tier, index + 1)
         tier.slots.append(slot)
         self._place[slot] = (tier, index)
-        mask = tier.row(index)[2].fill_(-torch.inf)
-        mask[..., :length] = 0.0
 
     def remove(self, slot: int) -> None:
         tier, index = self._place.pop(slot)
@@ -205,11 +199,6 @@ class KvCache:
                 tier.slots[one], tier.slots[other] = tier.slots[other], tier.slots[one]
                 self._place.update({tier.slots[i]: (tier, i) for i in (one, other)})
 
-    def trim(self, slot: int, length: int) -> None:
-        """Mask everything after the first ``length`` tokens of a slot: padded steps may have written there."""
-        tier, index = self._place[slot]
-        tier.row(index)[2][..., length:] = -torch.inf
-
     def next_width(self, slot: int) -> int:
         tier, _ = self._place[slot]
         return self.tiers[self.tiers.index(tier) + 1].width
@@ -229,8 +218,6 @@ class KvCache:
             index = torch.tensor(rows, device=source.keys.device)
         target.keys[:, into, :, : source.width] = source.keys[:, index]
         target.values[:, into, : source.width] = source.values[:, index]
-        target.mask[into, :, : source.width] = source.mask[index]
-        target.mask[into, :, source.width :] = -torch.inf
         for slot in moved:
             self.remove(slot) if not all_rows else self._place.pop(slot)
         if all_rows:

@@ -21,6 +21,7 @@ from rollmesh.generator.engines.torch.kv_cache import KvCache
 from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder, sample
 from rollmesh.generator.engines.torch.slots import RunningCall, SlotTable
 from rollmesh.generator.engines.torch.speculation import Proposal, Speculation
+from rollmesh.kept_sets import split_sets
 from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, KeptSets
 
 _HISTORY = 512
@@ -98,17 +99,20 @@ class RunningBatch:
     def step(self) -> None:
         """Sample a token, or several, for every active call and emit the chunks due; requires an active call."""
         order, speculation = self._arranged(), self.speculation
-        if speculation is None or speculation.rests(len(order.slots)):
+        rows = len(order.slots)
+        if speculation is None or speculation.rests(rows):
             self._plain_step(order)
             return
         started, before = speculation.clock(), self.counters.generated_token_total
-        proposal = speculation.propose(order.slots, self._last_tokens, self.slots, self._free_places)
+        lengths = self.slots.cached(self._rows)
+        free_places = int((self._widths - lengths).min())
+        proposal = speculation.propose(order, self._tokens.cpu().numpy(), self.slots, free_places)
         if proposal is None:
-            self._plain_step(order, uneven=speculation.looked)
+            self._plain_step(order)
         else:
-            self._wide_step(order, proposal, speculation)
+            self._outgrown = self._wide_step(order, proposal, speculation, lengths) >= free_places
         tokens = self.counters.generated_token_total - before
-        speculation.measure(len(order.slots), tokens, speculation.clock() - started)
+        speculation.measure(rows, tokens, speculation.clock() - started)
 
     def _arranged(self) -> RowOrder:
         """Return the order of the active calls' rows, which lasts until rows change."""
@@ -122,57 +126,52 @@ class RunningBatch:
             self._tokens = torch.from_numpy(self.slots.last_tokens[slots]).to(self.model.device)
         return self._order
 
-    def _plain_step(self, order: RowOrder, *, uneven: bool = False) -> None:
-        """Sample a token for every active call; ``uneven`` between steps in which rows advance by different counts."""
+    def _plain_step(self, order: RowOrder) -> None:
+        """Sample a token for every active call."""
         if self._planned_steps <= 0:
             self._planned_steps = self._stepper.prepare(self.slots.cached(self._rows), self.slots.places[self._rows])
         logits = self._stepper.logits(self._tokens)
-        if uneven:
-            noise = order.noise_of(1)
-            order.advance(np.int64(1))
-        else:
-            noise = order.next_noise()
-        drawn = sample(logits, noise, order.sampling)
+        drawn = sample(logits, order.next_noise(), order.sampling)
         self._tokens = drawn.tokens
         self._postprocess(order, drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy(), drawn.kept_sets)
 
-    def _last_tokens(self) -> Int64Array:
-        """Return the last token of every active row."""
-        found: Int64Array = self._tokens.cpu().numpy()
-        return found
+    def _wide_step(self, order: RowOrder, proposal: Proposal, speculation: Speculation, lengths: Int64Array) -> int:
+        """Sample the tokens of all places of the drafts, each with its noise; keep those whose context was sampled.
 
-    def _free_places(self) -> int:
-        """Return the tokens that fit in every row of the cache."""
-        found: int = (self._widths - self.slots.cached(self._rows)).min()
-        return found
-
-    def _wide_step(self, order: RowOrder, proposal: Proposal, speculation: Speculation) -> None:
-        """Sample the tokens of all places of the drafts, each with its noise; keep those whose context was sampled."""
-        slots, width, shape = order.slots, proposal.width, (len(order.slots), proposal.width)
-        inputs = np.zeros(shape, np.int64)
-        inputs[:, 0] = self._last_tokens()
-        for row, draft in proposal.drafts.items():
-            inputs[row, 1 : 1 + len(draft)] = draft
-        self._stepper.prepare(self.slots.cached(self._rows), self.slots.places[self._rows], width)
-        logits = self._stepper.logits(torch.from_numpy(inputs.ravel()).to(self.model.device))
-        drawn = sample(logits, order.noise_of(width), self.slots.sampling_of(order, width))
-        tokens, logprobs = drawn.tokens.cpu().numpy().reshape(shape), drawn.logprobs.cpu().numpy().reshape(shape)
+        ``lengths`` are the cached tokens of all rows. Returns the most tokens of a row that are kept.
+        """
+        used, slots = proposal.used, order.slots
+        inputs = proposal.context[used]
+        self._stepper.prepare(lengths, self.slots.places[self._rows], used)
+        logits = self._stepper.logits(torch.from_numpy(inputs).to(self.model.device))
+        noise = torch.from_numpy(order.noise_of(used.shape[1])[used][:, None]).to(self.model.device)
+        by_token = order.sampling if order.sampling.plain else self.slots.sampling_of(np.repeat(slots, used.sum(1)))
+        drawn = sample(logits, noise, by_token)
+        tokens, logprobs = np.zeros(used.shape, np.int64), np.zeros(used.shape, np.float32)
+        tokens[used], logprobs[used] = drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy()
         counts = proposal.kept(tokens)
-        kept = np.arange(width) < counts[:, None]
-        self._stepper.keep(kept)
-        self.slots.record_wide(order, tokens, logprobs, counts, drawn.kept_sets)
+        kept: BoolArray = np.arange(used.shape[1]) < counts[:, None]
+        sets: list[tuple[int, Int32Array]] = []
+        if drawn.kept_sets is not None:
+            rows, is_kept = np.nonzero(used)[0], kept[used]
+            each = zip(by_token.keeping, split_sets(drawn.kept_sets), strict=True)
+            sets = [(slots[rows[at]], ids) for at, ids in each if is_kept[at]]
+        self.slots.record_wide(tokens, logprobs, counts, sets)
         order.advance(counts)
-        last = tokens[np.arange(len(slots)), counts - 1]
-        self._tokens = torch.from_numpy(last).to(self.model.device)
+        newest = tokens[np.arange(len(counts)), counts - 1]
+        self._tokens = torch.from_numpy(newest).to(self.model.device)
+        speculation.verified(slots, proposal, counts)
+        most = int(counts.max())
         self._planned_steps = 0
-        self._outgrown = self._free_places() <= 0
+        order.steps_left -= most
+        if order.steps_left <= 0:  # those that have advanced most need not be those with the least room
+            order.steps_left = self.slots.steps_left(slots)
         self.decode_steps += 1
         self.counters.generated_token_total += int(counts.sum())
-        speculation.verified(slots, proposal, counts.tolist(), last.tolist())
-        stopped = order.stopped(last)
-        order.steps_left = self.slots.steps_left(slots)
+        stopped = order.stopped(newest)
         if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:
-            self._end_or_deliver(order, stopped, (np.isfinite(logprobs) | ~kept).all(1))
+            self._end_or_deliver(order, stopped, np.logical_and.reduce(np.isfinite(logprobs) | ~kept, axis=1))
+        return most
 
     def _postprocess(self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array, sets: KeptSets | None) -> None:
         """Record the tokens of a step, [rows] each; look at single calls only if one has ended or a chunk is due."""
@@ -283,7 +282,6 @@ class RunningBatch:
             self._write_back()
             del self._held[call]
             self.slots.schedule_chunk(call)
-            self.cache.trim(call.slot, int(self.slots.cached(call.slot)))
 
     def end_held(self, since: float) -> None:
         """End calls as interrupted that have been held since ``since`` (monotonic seconds) or longer."""

@@ -80,6 +80,11 @@ class StepSampling:
     restriction: Restriction | None = None
     keeping: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # [keeping], rows with kept sets
 
+    @property
+    def plain(self) -> bool:
+        """Whether every row samples from the whole distribution at temperature 1."""
+        return self.inverse_temperature is None and self.restriction is None
+
     @classmethod
     def of_rows(cls, parameters: npt.NDArray[np.void], vocab_size: int, device: torch.device) -> Self:
         """Build the parameters of rows with these ``PARAMETERS``, [rows]."""
@@ -133,12 +138,13 @@ class RowOrder:
     """Uniform numbers of each row's next tokens, [rows, tokens], where rows advance by different counts."""
     used: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
     """Numbers of ``ahead`` that are used, by row."""
-    wide_sampling: dict[int, StepSampling] = field(default_factory=dict)
-    """Sampling parameters of the tokens of a wide step, by its tokens a row."""
     device: torch.device
 
     def next_noise(self) -> Tensor:
         """Return the uniform numbers of the next step of one token a row, float64 [rows, 1]."""
+        if self.ahead is not None and self.used.max() < _NOISE_AHEAD:  # between wide steps
+            self.used = self.used + 1
+            return torch.from_numpy(self.ahead[np.arange(len(self.used)), self.used - 1][:, None]).to(self.device)
         if not self.noise:
             self._settle()
             ahead = np.arange(_NOISE_STEPS)[::-1, None]
@@ -147,8 +153,8 @@ class RowOrder:
             self.positions = self.positions + _NOISE_STEPS
         return self.noise.pop()
 
-    def noise_of(self, width: int) -> Tensor:
-        """Return the uniform numbers of the next ``width`` tokens of each row, float64 [rows * width, 1].
+    def noise_of(self, width: int) -> npt.NDArray[np.float64]:
+        """Return the uniform numbers of the next ``width`` tokens of each row, [rows, width].
 
         The rows advance by ``advance``.
         """
@@ -157,8 +163,8 @@ class RowOrder:
             self._settle()
             self.ahead = uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD))
             self.used = np.zeros(rows, np.int64)
-        numbers = self.ahead[np.arange(rows)[:, None], self.used[:, None] + np.arange(width)]
-        return torch.from_numpy(numbers.reshape(-1, 1)).to(self.device)
+        found: npt.NDArray[np.float64] = self.ahead[np.arange(rows)[:, None], self.used[:, None] + np.arange(width)]
+        return found
 
     def advance(self, counts: Int64Array | np.int64) -> None:
         """Move on by so many of the tokens of each row whose numbers ``noise_of`` has returned."""
@@ -170,11 +176,12 @@ class RowOrder:
         self.noise, self.ahead = [], None
 
     def stopped(self, tokens: Int64Array) -> BoolArray:
-        """Return a mask of the rows that drew one of their stop ids, [rows]."""
+        """Return a mask of the tokens, [rows] or [rows, tokens], that are stop ids of their row."""
         if self.common_stop is not None:
             found: BoolArray = tokens == self.common_stop
         else:
-            found = (self.stops == tokens[:, None]).any(axis=1)
+            stops = self.stops if tokens.ndim == 1 else self.stops[:, None]
+            found = (stops == tokens[..., None]).any(axis=-1)
         return found
 
 

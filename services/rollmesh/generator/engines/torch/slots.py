@@ -6,7 +6,7 @@ change of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,8 @@ from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, In
 
 CAPACITY = 256
 """Number of undelivered tokens that a slot can hold; also the longest chunk."""
+_PLACES = 2 * CAPACITY
+"""Tokens of a slot that are stored: undelivered ones, those before, and drafts that were not kept."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -147,17 +149,15 @@ class SlotTable:
         self._step_count += 1
 
     def record_wide(
-        self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array, counts: Int64Array, sets: KeptSets | None
+        self, tokens: Int64Array, logprobs: Float32Array, counts: Int64Array, sets: Iterable[tuple[int, Int32Array]]
     ) -> None:
-        """Store the first ``counts`` tokens of each row of a wide step, [rows, width] each."""
-        slots, width = order.slots.tolist(), tokens.shape[1]
-        for row, (slot, count) in enumerate(zip(slots, counts.tolist(), strict=True)):
-            self._sampled.append_row(slot, tokens[row, :count], logprobs[row, :count])
-        if sets is not None:
-            kept = counts.tolist()
-            for at, ids in zip(order.wide_sampling[width].keeping.tolist(), split_sets(sets), strict=True):
-                if at % width < kept[at // width]:
-                    self._sets[slots[at // width]].append(ids)
+        """Store the first ``counts`` tokens of each row of a wide step, [rows, width] each, and their ``sets``.
+
+        ``sets`` are kept sets with their slots, in order.
+        """
+        self._sampled.append_wide(tokens, logprobs, counts)
+        for slot, ids in sets:
+            self._sets[slot].append(ids)
         self.cached_total += int(counts.sum())
         self._step_count += 1
 
@@ -170,13 +170,8 @@ class SlotTable:
         left: Int64Array = np.minimum(self._due_at[slots], self._budgets[slots]) - self._sampled.counts(slots)
         return left
 
-    def sampling_of(self, order: RowOrder, width: int) -> StepSampling:
-        """Return the sampling parameters of a step of ``width`` tokens a row."""
-        if width not in order.wide_sampling:
-            order.wide_sampling[width] = self._parameters(np.repeat(order.slots, width))
-        return order.wide_sampling[width]
-
-    def _parameters(self, slots: Int64Array) -> StepSampling:
+    def sampling_of(self, slots: Int64Array) -> StepSampling:
+        """Return the sampling parameters of a step with a token of each of the ``slots``."""
         return StepSampling.of_rows(self._sampling[slots], self._vocab_size, self._device)
 
     def undelivered(self, slot: int) -> int:
@@ -213,7 +208,7 @@ class SlotTable:
         """Gather the arrays in the order of ``slots`` (the rows of the cache)."""
         self._sampled.arrange(slots)
         stops = self._stops[slots]
-        sampling = self._parameters(slots)
+        sampling = self.sampling_of(slots)
         self._keeping = slots[sampling.keeping]
         return RowOrder(
             slots=slots,
@@ -251,8 +246,8 @@ class SampledTokens:
 
     def __init__(self, slot_count: int) -> None:
         self._counts = np.zeros(slot_count, np.int64)
-        self._tokens = np.zeros((slot_count, CAPACITY), np.int32)
-        self._logprobs = np.zeros((slot_count, CAPACITY), np.float32)
+        self._tokens = np.zeros((slot_count, _PLACES), np.int32)
+        self._logprobs = np.zeros((slot_count, _PLACES), np.float32)
         self._rows = np.zeros(0, np.int64)
         """Slot of each row of a step."""
         self._steps: list[tuple[Int64Array, Float32Array]] = []
@@ -266,21 +261,21 @@ class SampledTokens:
     def append(self, tokens: Int64Array, logprobs: Float32Array) -> None:
         self._steps.append((tokens, logprobs))
 
-    def append_row(self, slot: int, tokens: Int64Array, logprobs: Float32Array) -> None:
-        """Append tokens of one slot, [tokens] each."""
+    def append_wide(self, tokens: Int64Array, logprobs: Float32Array, counts: Int64Array) -> None:
+        """Append the first ``counts`` tokens of each row of a wide step, [rows, width]; later ones replace others."""
         self._store()
-        start, count = int(self._counts[slot]) % CAPACITY, len(tokens)
-        at = slice(start, start + count) if start + count <= CAPACITY else np.arange(start, start + count) % CAPACITY
-        self._tokens[slot, at] = tokens
-        self._logprobs[slot, at] = logprobs
-        self._counts[slot] += count
+        before = self._counts[self._rows]
+        place = (self._rows[:, None], (before[:, None] + np.arange(tokens.shape[1])) % _PLACES)
+        self._tokens[place] = tokens
+        self._logprobs[place] = logprobs
+        self._counts[self._rows] = before + counts
 
     def reset(self, slot: int, before: Int32Array) -> None:
         """Start to count the tokens of a slot, which continue those ``before``."""
         self._store()
         self._counts[slot] = 0
         self._tokens[slot, -COMPARED:] = 0
-        self._tokens[slot, CAPACITY - len(before) :] = before
+        self._tokens[slot, _PLACES - len(before) :] = before
 
     def counts(self, slots: int | Int64Array) -> Int64Array:
         self._store()
@@ -290,12 +285,12 @@ class SampledTokens:
     def since(self, slot: int, start: int) -> tuple[Int32Array, Float32Array]:
         """Return the token ids and log-probabilities of a slot after its first ``start`` tokens."""
         self._store()
-        columns = np.arange(start, self._counts[slot]) % CAPACITY
+        columns = np.arange(start, self._counts[slot]) % _PLACES
         return self._tokens[slot, columns], self._logprobs[slot, columns]
 
     def newest(self, slot: int) -> bytes:
         """Return the last ``COMPARED`` tokens of a slot and those before, int32."""
-        stop = int(self.counts(slot)) % CAPACITY
+        stop = int(self.counts(slot)) % _PLACES
         row = self._tokens[slot]
         parts = (row[stop - COMPARED : stop],) if stop >= COMPARED else (row[stop - COMPARED :], row[:stop])
         return b"".join(part.tobytes() for part in parts)
@@ -304,13 +299,13 @@ class SampledTokens:
         if not self._steps:
             return
         if len(self._steps) == 1:
-            place = (self._rows, self._counts[self._rows] % CAPACITY)
+            place = (self._rows, self._counts[self._rows] % _PLACES)
             self._tokens[place], self._logprobs[place] = self._steps.pop()
             self._counts[self._rows] += 1
             return
         tokens, logprobs = (np.stack(column, axis=1) for column in zip(*self._steps, strict=True))
         numbers = self._counts[self._rows][:, None] + np.arange(len(self._steps))
-        place = (self._rows[:, None], numbers % CAPACITY)
+        place = (self._rows[:, None], numbers % _PLACES)
         self._tokens[place] = tokens
         self._logprobs[place] = logprobs
         self._counts[self._rows] += len(self._steps)

@@ -1,32 +1,36 @@
 """Length control of drafts: which calls draft how many tokens in the next step, by what earlier drafts have brought.
 
 A call drafts 2 tokens, twice as many after each draft that is accepted whole, up to 16, and half as many after a miss
-(RhymeRL); and as many more as the width of such a step has room for. Calls of prompts with short responses draft
-nothing (DAS). All calls together draft while their steps sample more tokens a second than plain steps of as many calls,
-by the measured seconds of both; else speculation pauses, four times as long after every trial that does not pay.
+(RhymeRL); and as many more as a step of the next width has room for. Calls of prompts with short responses draft none
+(DAS). All calls together draft while their steps sample more tokens a second than plain steps of as many calls, by the
+measured seconds of both; else speculation rests, four times as long after every trial that does not pay.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean, median
 
 import numpy as np
 
 from rollmesh.generator.engines.engine_protocol import RUNNING_BOUNDS, SpeculationCounters
 from rollmesh.generator.engines.torch.drafts import Drafts
 from rollmesh.generator.engines.torch.kernels import Int64Array
+from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder
 from rollmesh.generator.engines.torch.slots import RunningCall, SlotTable
+from rollmesh.types import Int32Array
 
 HISTORY_TOKENS = 10_000_000
 """Most tokens of the drafts of one generator: 150 MB."""
 MOST_TOKENS = 256
 """Most tokens of a wide step."""
 WIDTHS = (4, 8, 16)
-"""Tokens of each row in wide steps: few shapes, which are prepared once, as graphs on a GPU."""
+"""Most tokens of a row in wide steps: few shapes, which are prepared once, as graphs on a GPU."""
+_LEAST_WIDTH = 8
+"""Width of wide steps if it fits, so that drafts which are likely need not grow first."""
 _FIRST, _MOST = 2, 16
 _SHORT = 0.25
 """Share of the mean length of responses below which those to a prompt are short."""
@@ -34,21 +38,18 @@ _PROMPTS = 1 << 16
 """Prompts whose mean length is known."""
 _QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
-_MOST_LOST = 8
-"""Plain steps whose seconds a trial may lose before it ends early."""
-_TRIAL, _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1 << 10, 1 << 13
-"""Steps of a trial, and of a pause."""
-_REFRESH, _REFRESHED = 128, 4
-"""Of so many steps with drafts, so many are plain, and measured."""
-_MEASURED = 16
-"""Of so many steps of a pause, one is measured: a look at the clock takes a percent of a small model's step."""
-_WEIGHT = 1 / 16
-_MARGIN = 1.05
-"""Worth of the steps of a trial over their seconds above which drafts go on, until it is below 1."""
-_LEARNING, _RECOVERY = 1 / 8, 1 / 64
-"""Weight of one token in a chance; and of one draft that is not used, so that all are tried again."""
-_LEAST_CHANCE = 0.5
+_PLAIN_STEPS, _TRIAL_STEPS, _DRAFTING_STEPS = 16, 32, 512
+"""Plain steps that are measured before steps with drafts; and of these the first ones, and all until the next plain."""
+_MOST_LOST = 6
+"""Plain steps whose seconds drafts may lose before they rest."""
+_MARGIN = 1.02
+"""Tokens a second over those of plain steps above which drafts go on."""
+_LEAST_CHANCE = 0.4
 """Chance below which a token is not drafted."""
+_LEARNING, _RECOVERY = 1 / 8, 1 / 64
+"""Weight of one token in a chance; and of one draft that is left out, so that all are tried again."""
+_FIRST_REST, _LONGEST_REST = 1 << 10, 1 << 13
+"""Plain steps after drafts that do not pay."""
 
 
 @dataclass(slots=True)
@@ -58,52 +59,92 @@ class _Course:
     prompt_key: int
     is_short: bool
     length: int = _FIRST
-    place: int = 0
-    """Place in the history of the token that is expected next; 0 to look for it."""
     misses: int = 0
     look_at: int = 0
     """Step from which on drafts are looked for."""
 
 
 @dataclass(slots=True)
-class _Class:
-    """Speculation with similar numbers of running calls."""
+class Gate:
+    """Decision to draft with similar numbers of running calls: plain steps are measured, then steps with drafts."""
 
+    drafting: bool = False
     steps: int = 0
-    """Steps since the last pause."""
-    worth: float = 0.0
-    """Seconds that plain steps would have needed for the tokens of the newest steps."""
+    """Steps since ``drafting`` has changed."""
+    samples: list[float] = field(default_factory=list)
+    """Seconds of a token of these steps, if they are plain."""
+    tokens: int = 0
     seconds: float = 0.0
-    """Seconds of the newest steps."""
-    pause: int = _FIRST_PAUSE
-    paused_until: int = 0
+    """Of these steps, if they are not."""
+    plain: float = 0.0
+    """Seconds of a token of plain steps."""
+    gained: float = 0.0
+    """Seconds that drafts have saved, at most those of ``_MOST_LOST`` steps."""
+    rest: int = _FIRST_REST
+    rests_until: int = 0
+
+    def measure(self, step: int, rows: int, tokens: int, seconds: float) -> bool:
+        """Record a step; tell whether the drafts do not pay and rest now."""
+        self.steps += 1
+        if not self.drafting:
+            self.samples.append(seconds / tokens)
+            if self.steps > _PLAIN_STEPS:
+                # The first one prepares what the next ones use again; what takes longer than 2 is not a step's own.
+                usual = 2 * median(self.samples[1:])
+                self.plain = fmean(min(each, usual) for each in self.samples[1:])
+                self._start(drafting=True)
+            return False
+        usual = self.plain * rows
+        seconds = min(seconds, 4 * usual)  # what takes longer is not the step's own
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.gained = min(self.gained + self.plain * tokens - seconds, _MOST_LOST * usual)
+        pays = self.gained > -_MOST_LOST * usual
+        if pays and self.steps in (_TRIAL_STEPS, _DRAFTING_STEPS):
+            pays = self.plain * self.tokens > _MARGIN * self.seconds
+        if pays and self.steps < _DRAFTING_STEPS:
+            return False
+        self._start(drafting=False)
+        if pays:
+            self.rest = _FIRST_REST
+            return False
+        self.rests_until = step + self.rest
+        self.rest = min(4 * self.rest, _LONGEST_REST)
+        return True
+
+    def _start(self, *, drafting: bool) -> None:
+        self.drafting, self.steps, self.samples = drafting, 0, []
+        self.tokens, self.seconds, self.gained = 0, 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafts of a step."""
+    """Drafts of a step, of the calls in its rows."""
 
-    width: int
-    """Tokens of each row in the step: the last one of its call, and a draft of at most ``width`` - 1."""
-    drafts: Mapping[int, Sequence[int]]
-    """By row."""
+    context: Int64Array
+    """The last token of each call and those drafted behind it, [rows, width]."""
+    counts: Int64Array
+    """Tokens of each draft, [rows]."""
+
+    @property
+    def used(self) -> BoolArray:
+        """Tokens of the step, [rows, width]."""
+        found: BoolArray = np.arange(self.context.shape[1]) <= self.counts[:, None]
+        return found
 
     def kept(self, tokens: Int64Array) -> Int64Array:
         """Return how many of the sampled ``tokens`` [rows, width] are kept: until one is not the draft's, [rows]."""
-        counts = np.ones(len(tokens), np.int64)
-        for row, draft in self.drafts.items():
-            for sampled, drafted in zip(tokens[row].tolist(), draft, strict=False):
-                if sampled != drafted:
-                    break
-                counts[row] += 1
-        return counts
+        same = np.logical_and.accumulate(tokens[:, :-1] == self.context[:, 1:], axis=1).sum(1)
+        found: Int64Array = 1 + np.minimum(same, self.counts)
+        return found
 
 
 class Speculation:
     """Drafts of the running calls. Model thread only, but for ``counters``."""
 
-    def __init__(self, slot_count: int, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
+        self._chances = np.ones(vocab_size)
+        """Chance that the token drafted behind a token is accepted."""
         self.drafts = Drafts(HISTORY_TOKENS)
         self._courses: dict[int, _Course] = {}
         """By slot."""
@@ -111,20 +152,12 @@ class Speculation:
         """Mean length of the newest responses by prompt, the newest prompt last."""
         self._length_sum = 0.0
         """Sum of the mean lengths."""
-        self._plain_seconds = np.zeros(slot_count + 1)
-        """Seconds of a plain step by running calls; 0 if unknown."""
-        self._wide_seconds: dict[tuple[int, int], float] = {}
-        """Seconds of a step that looks for drafts by the class of running calls and its width."""
-        self._chances = [1.0] * vocab_size
-        """Chance that the token drafted behind a token is accepted."""
-        self._classes = [_Class() for _ in range(len(RUNNING_BOUNDS) + 1)]
+        self.gates = [Gate() for _ in range(len(RUNNING_BOUNDS) + 1)]
+        """By the class of running calls."""
         self._step = 0
-        self.looked = False
-        """Whether the newest step looked for drafts."""
-        self._width = 1
         self._drafted = self._accepted = 0
-        self._row_steps = [0] * len(self._classes)
-        self._row_tokens = [0] * len(self._classes)
+        self._row_steps = [0] * len(self.gates)
+        self._row_tokens = [0] * len(self.gates)
 
     @property
     def counters(self) -> SpeculationCounters:
@@ -145,14 +178,17 @@ class Speculation:
 
     def end(self, call: RunningCall, *, finished: bool) -> None:
         """Forget a call that leaves its slot; the response of one that has ``finished`` is drafted from now on."""
-        course = self._courses.pop(call.slot)
-        if not finished:
-            return
-        ids, prompt = call.context_ids(), call.request.prompt_token_count
-        self.drafts.add(course.prompt_key, ids[:prompt], ids[prompt:])
-        length = len(ids) - prompt
-        before = self._lengths.pop(course.prompt_key, None)
-        mean = self._lengths[course.prompt_key] = length if before is None else before + (length - before) / 4
+        del self._courses[call.slot]
+        if finished:
+            ids, prompt = call.context_ids(), call.request.prompt_token_count
+            self.remember(ids[:prompt], ids[prompt:])
+
+    def remember(self, prompt_ids: Int32Array, response_ids: Int32Array) -> None:
+        """Draft from a response to a prompt from now on."""
+        key, length = hash(prompt_ids.tobytes()), len(response_ids)
+        self.drafts.add(key, prompt_ids, response_ids)
+        before = self._lengths.pop(key, None)
+        mean = self._lengths[key] = length if before is None else before + (length - before) / 4
         self._length_sum += mean - (before or 0.0)
         if len(self._lengths) > _PROMPTS:
             self._length_sum -= self._lengths.popitem(last=False)[1]
@@ -162,163 +198,94 @@ class Speculation:
         self.drafts.clear()
         self._lengths.clear()
         self._length_sum = 0.0
-        for course in self._courses.values():
-            course.place = 0
 
     def rests(self, rows: int) -> bool:
-        """Tell whether the next step of ``rows`` calls is a plain one that need not be measured, and count it if so."""
+        """Begin a step of ``rows`` calls; tell whether it is a plain one that need not be measured."""
         number = _class_of(rows)
-        if self._step + 1 >= self._classes[number].paused_until or not (self._step + 1) % _MEASURED:
-            return False
         self._step += 1
+        if self._step >= self.gates[number].rests_until:
+            return False
         self._row_steps[number] += rows
         self._row_tokens[number] += rows
         return True
 
-    def propose(
-        self, slots: Int64Array, last: Callable[[], Int64Array], table: SlotTable, free_places: Callable[[], int]
-    ) -> Proposal | None:
-        """Return drafts of the active calls in ``slots``; None for a plain step.
+    def propose(self, order: RowOrder, tokens: Int64Array, table: SlotTable, free_places: int) -> Proposal | None:
+        """Return drafts of the active calls, whose last ones are ``tokens`` [rows]; None for a plain step.
 
-        ``last`` returns their last tokens, [rows], and ``free_places`` the tokens that fit in every row of the cache.
+        ``free_places`` are the tokens that fit in every row of the cache.
         """
-        self._step += 1
-        self.looked, self._width = False, 1
-        rows, state = len(slots), self._classes[_class_of(len(slots))]
-        if self._step < state.paused_until or rows * WIDTHS[0] > MOST_TOKENS:
+        rows = len(order.slots)
+        if not self.gates[_class_of(rows)].drafting:
             return None
-        if not self._plain_seconds[rows] or self._step % _REFRESH < _REFRESHED:
+        most = min(MOST_TOKENS // rows, free_places)
+        widths = [width for width in WIDTHS if width <= most]
+        if not widths:
             return None
-        self.looked = True
-        drafts: dict[int, list[int]] = {}
-        expected: list[list[float]] = []
-        for row, (slot, before) in enumerate(zip(slots.tolist(), last().tolist(), strict=True)):
-            course, chance = self._courses[slot], self._chances[before]
-            if course.is_short or course.look_at > self._step:
+        found: dict[int, Int32Array] = {}
+        chances = self._chances[tokens].tolist()
+        for row, (slot, chance) in enumerate(zip(order.slots.tolist(), chances, strict=True)):
+            course = self._courses[slot]
+            if course.is_short or course.look_at > self._step or course.prompt_key not in self._lengths:
                 continue
             if chance < _LEAST_CHANCE:
-                self._chances[before] += (1 - chance) * _RECOVERY
-                course.place = 0
-                continue
-            if course.place or self._find(course, table, slot):
-                found, chances = self._cut(course, table.calls[slot])
-                if found:
-                    drafts[row] = found
-                    expected.append(chances)
-                else:
-                    course.place = 0
-        width = self._paying_width(rows, expected, free_places) if drafts else 1
-        if width == 1:
-            for row in drafts:
-                self._courses[int(slots[row])].place = 0
+                self._chances[tokens[row]] += (1 - chance) * _RECOVERY
+            elif place := self._find(course, table.recent(slot)):
+                found[row] = self.drafts.tokens(place, min(max(course.length, _LEAST_WIDTH), widths[-1]) - 1)
+        if not found:
             return None
-        self._width = width
-        room = table.room(slots).tolist()
-        for row, draft in drafts.items():
-            del draft[max(0, min(width, room[row]) - 1) :]
-        return Proposal(width, drafts)
+        context = np.full((rows, 1 + max(map(len, found.values()))), -1, np.int64)
+        context[:, 0] = tokens
+        for row, draft in found.items():
+            context[row, 1 : 1 + len(draft)] = draft
+        drafts = context[:, 1:]
+        likely = np.multiply.accumulate(self._chances[np.maximum(context[:, :-1], 0)], axis=1) >= _LEAST_CHANCE
+        is_draft = np.logical_and.accumulate(likely & (drafts >= 0) & ~order.stopped(drafts), axis=1)
+        counts = is_draft.sum(1)
+        if order.steps_left <= drafts.shape[1]:
+            room = table.room(order.slots)
+            order.steps_left = int(room.min())
+            counts = np.minimum(counts, room - 1)
+        longest = int(counts.max())
+        return Proposal(context[:, : next(w for w in WIDTHS if w > longest)], counts) if longest else None
 
-    def _paying_width(self, rows: int, expected: Sequence[Sequence[float]], free_places: Callable[[], int]) -> int:
-        """Return the width of the step with the most tokens a second; 1 is a plain step."""
-        plain, number = self._plain_seconds[rows], _class_of(rows)
-        best, width, most = rows / plain, 1, min(MOST_TOKENS // rows, free_places())
-        longest = max(map(len, expected))
-        for each in WIDTHS:
-            if each > most:
-                break
-            seconds = self._wide_seconds.get((number, each), plain)
-            rate = (rows + sum(sum(chances[: each - 1]) for chances in expected)) / seconds
-            if rate > best:
-                best, width = rate, each
-            elif (number, each) in self._wide_seconds:
-                self._wide_seconds[number, each] -= (seconds - plain) * _RECOVERY
-            if each > longest:
-                break
-        return width
+    def _find(self, course: _Course, recent: bytes) -> int:
+        """Return the place in the history of the token that is expected next; 0 if there is none."""
+        match = self.drafts.find(course.prompt_key, recent)
+        if match is not None:
+            course.misses = 0
+            return match.start
+        course.misses += 1
+        if course.misses >= _QUIET_MISSES:
+            course.look_at = self._step + min(1 << course.misses - _QUIET_MISSES, _LONGEST_QUIET)
+        return 0
 
-    def _find(self, course: _Course, table: SlotTable, slot: int) -> bool:
-        match = self.drafts.find(course.prompt_key, table.recent(slot))
-        if match is None:
-            course.misses += 1
-            quiet = course.misses - _QUIET_MISSES
-            if quiet >= 0:
-                course.look_at = self._step + min(1 << quiet, _LONGEST_QUIET)
-            return False
-        course.misses, course.place = 0, match.start
-        return True
-
-    def _cut(self, course: _Course, call: RunningCall | None) -> tuple[list[int], list[float]]:
-        """Return the tokens of a draft, and the chance of each that it is accepted.
-
-        A draft ends before a stop id, and where the chance becomes small.
-        """
-        assert call is not None
-        stops = call.request.sampling.stop_token_ids
-        found = self.drafts.tokens(course.place - 1, next((w for w in WIDTHS if w > course.length), WIDTHS[-1]))
-        chance, chances = 1.0, list[float]()
-        for before, token in pairwise(found):
-            chance *= self._chances[before]
-            if token in stops:
-                break
-            if chance < _LEAST_CHANCE:
-                break
-            chances.append(chance)
-        return found[1 : len(chances) + 1], chances
-
-    def verified(self, slots: Int64Array, proposal: Proposal, kept: Sequence[int], last: Sequence[int]) -> None:
-        """Record a wide step: the number of tokens ``kept`` of each row, and the ``last`` of them, by row."""
-        for row, draft in proposal.drafts.items():
-            course, accepted = self._courses[int(slots[row])], kept[row] - 1
-            self._drafted += len(draft)
-            self._accepted += accepted
-            for at, before in enumerate(self.drafts.tokens(course.place - 1, min(accepted + 1, len(draft)))):
-                self._chances[before] += ((at < accepted) - self._chances[before]) * _LEARNING
-            course.length = next_length(course.length, len(draft), accepted)
-            if accepted < len(draft):
-                course.place = 0
-                continue
-            following = self.drafts.tokens(course.place + accepted, 1)
-            course.place = course.place + accepted + 1 if following == [last[row]] else 0
+    def verified(self, slots: Int64Array, proposal: Proposal, kept: Int64Array) -> None:
+        """Record a wide step: the number of tokens ``kept`` of each row."""
+        accepted, columns = kept - 1, np.arange(proposal.context.shape[1])
+        tried = columns < np.minimum(kept, proposal.counts)[:, None]  # tokens behind which a draft was judged
+        before, right = proposal.context[tried], (columns < accepted[:, None])[tried]
+        self._chances[before] += (right - self._chances[before]) * _LEARNING
+        self._drafted += int(proposal.counts.sum())
+        self._accepted += int(accepted.sum())
+        for slot, drafted, count in zip(slots.tolist(), proposal.counts.tolist(), accepted.tolist(), strict=True):
+            if drafted:
+                course = self._courses[slot]
+                course.length = next_length(course.length, drafted, count)
 
     def measure(self, rows: int, tokens: int, seconds: float) -> None:
         """Record the seconds of a step of ``rows`` calls that has sampled ``tokens``."""
         number = _class_of(rows)
         self._row_steps[number] += rows
         self._row_tokens[number] += tokens
-        known = self._plain_seconds[rows]
-        if not self.looked:
-            if self._step % _REFRESH:  # the first plain step after others prepares what the next ones use again
-                self._plain_seconds[rows] = _towards(known or seconds, seconds)
-            return
-        shape = number, self._width
-        before = self._wide_seconds.get(shape)
-        self._wide_seconds[shape] = known if before is None else _towards(before, seconds)
-        if before is None:
-            return  # the first step of a shape prepares it
-        state = self._classes[number]
-        state.steps += 1
-        keep = 1 - _WEIGHT / 4
-        state.worth = keep * state.worth + known * tokens / rows
-        # As ``worth``, by what such steps need undisturbed: most that a step takes longer is not its own.
-        state.seconds = keep * state.seconds + self._wide_seconds[shape]
-        lost = state.seconds - state.worth > _MOST_LOST * known
-        if lost or state.steps % _TRIAL == 0:
-            if not lost and state.worth > (_MARGIN if state.steps == _TRIAL else 1.0) * state.seconds:
-                state.pause = _FIRST_PAUSE
-            else:
-                state.paused_until = self._step + state.pause
-                state.pause = min(4 * state.pause, _LONGEST_PAUSE)
-                state.steps, state.worth, state.seconds = 0, 0.0, 0.0
+        gate = self.gates[number]
+        if gate.measure(self._step, rows, tokens, seconds):
+            for other in self.gates[number:]:  # the more calls, the less do drafts bring
+                other.rests_until = max(other.rests_until, gate.rests_until)
 
 
 def next_length(length: int, drafted: int, accepted: int) -> int:
     """Return the tokens of the next draft after one of ``length``, or of ``drafted`` tokens if there were fewer."""
     return min(2 * length, _MOST) if accepted >= min(length, drafted) else max(_FIRST, length // 2)
-
-
-def _towards(known: float, seconds: float) -> float:
-    """Return the mean seconds of steps after another one; a step that was disturbed counts as twice the mean."""
-    return known + (min(seconds, 2 * known) - known) * _WEIGHT
 
 
 def _class_of(rows: int) -> int:

@@ -89,7 +89,7 @@ class TorchEngine:
         config, graphs, speculation, most_tokens = self._config, self._config.cuda_graphs, None, 0
         if config.speculation == "history":
             clock = time.thread_time if self._device.type == "cpu" else time.perf_counter
-            speculation, most_tokens = Speculation(config.slots, arch.vocab_size, clock), MOST_TOKENS
+            speculation, most_tokens = Speculation(arch.vocab_size, clock), MOST_TOKENS
         cache = KvCache(
             arch,
             token_capacity=config.kv_tokens,
