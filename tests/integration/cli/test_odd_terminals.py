@@ -20,7 +20,7 @@ from rollmesh.cli.main import app
 from rollmesh.config import write_run_config
 
 from ..launcher.test_launcher_outages import config
-from ..trainer.test_full_disk import fill
+from ..trainer.test_waits import fill
 
 
 def run_folder(disk: Path) -> Path:

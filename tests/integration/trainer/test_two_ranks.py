@@ -1,22 +1,34 @@
-"""Two ranks under torchrun: one claims and commits, both train, and the loss of one costs nothing but time."""
+"""Two ranks: one claims and commits, both train, the loss of one costs time only; exit statuses say what helps."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+import torch
+import yaml
 from safetensors.numpy import load
+from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
+from rollmesh.config import load_run_config, write_run_config
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.service_specs import child_environment, service_spec
 from rollmesh.runtime.addresses import free_port
-from rollmesh.runtime.lifecycle import EXIT_UNFINISHED
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 
+from ...kit.made_batches import write_random_model
+from .rank_process import BUDGET, OTHER_BUDGET, first_moments, ranks_of, train
 from .test_kills import assert_every_batch_counts_once
-from .trainer_run import START_SECONDS, Runs
-from .two_ranks import TwoRanks
+from .trainer_run import START_SECONDS, Runs, TrainerRun
+from .two_ranks import TwoRanks, run_two_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -102,3 +114,85 @@ async def test_a_rank_that_waits_for_the_others_or_loads_the_model_is_alive_and_
 
             await run.until("the liveness probe", alive, START_SECONDS, pause=0.05)
             assert (await client.get("/readyz")).status_code == 503
+
+
+def start_ranks(run: TrainerRun) -> subprocess.Popen[bytes]:
+    """Start two ranks by the launcher's command."""
+    launcher = run.config.launcher.model_copy(update={"trainer_processes": 2, "torch_threads": 1})
+    config = run.config.model_copy(update={"launcher": launcher})
+    environment = child_environment(config, str(config.store.url))
+    folder = RunFolder(run.folder)
+    write_run_config(config, folder.config_file)
+    spec = service_spec(config, folder, environment, "trainer", 0)
+    with (run.folder / "trainer.log").open("ab") as log:
+        run.process = subprocess.Popen(spec.command, stdout=log, stderr=log, env=os.environ | spec.environment)
+    return run.process
+
+
+async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_exit_status_of_all_ranks(runs: Runs) -> None:
+    async with runs() as run:
+        await run.store.training.open_session("another run of this name", lineage="of other checkpoints")
+
+        ranks = start_ranks(run)
+
+        assert ranks.wait(START_SECONDS) == EXIT_CONFIG, run.log()[-4000:]
+        assert "choose another name" in run.log()
+
+
+async def test_moments_that_cannot_be_split_are_refused_whoever_starts_the_ranks(runs: Runs) -> None:
+    """On Kubernetes the number of ranks is not in the run file."""
+    async with runs(trainer={"optimizer": "adamw_8bit"}) as run:
+        ranks = run.start(ranks=2)
+
+        assert ranks.wait(START_SECONDS) == EXIT_CONFIG, run.log()[-4000:]
+        assert "trainer.optimizer=adamw_8bit with 2 trainer processes" in run.log()
+
+
+async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(runs: Runs) -> None:
+    async with runs() as run:
+        ranks = start_ranks(run)
+        await run.until("two ranks", lambda: len(run.ranks()) == 2, START_SECONDS, pause=0.01)
+
+        run.ranks()[1].kill()
+
+        assert ranks.wait(120) == 1, run.log()[-4000:]
+
+
+def test_the_wait_for_an_order_outlasts_the_limit_of_collective_calls_and_ends_with_the_leader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "waited")
+    _, follower = run_two_ranks("wait", tmp_path)
+    assert re.search(r"^training: .*[Tt]imed out", follower, re.MULTILINE), follower
+    assert re.search(r"^order: late$", follower, re.MULTILINE), follower
+    assert re.search(r"^leader: .*(closed|reset)", follower, re.MULTILINE), follower
+
+
+@pytest.mark.parametrize(
+    ("change", "groups_ahead"),
+    [(f"trainer.tokens_per_microbatch={OTHER_BUDGET}", 0), ("trainer.learning_rate=0.02", 1)],
+)
+def test_a_rank_with_another_run_file_trains_the_step_of_rank_0(tmp_path: Path, change: str, groups_ahead: int) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    write_random_model(model)
+    out.mkdir()
+    run_file = tmp_path / "run.yaml"
+    run = {
+        "name": "ranks",
+        "folder": str(tmp_path / "run"),
+        "model": {"path": str(model)},
+        "data": {"max_prompt_tokens": 16},
+        "rollout": {"max_new_tokens": 64},
+        "generator": {"max_context_tokens": 128},
+        "trainer": {"learning_rate": 0.01, "device": "cpu", "tokens_per_microbatch": BUDGET},
+    }
+    run_file.write_text(yaml.safe_dump(run))
+    run_two_ranks("read_other_settings", run_file, out, change, str(groups_ahead))
+    alone = ranks_of(load_run_config(run_file, environ={}))
+    whole = train(alone)
+    report = json.loads((out / "report.json").read_text())
+    assert report["groups_before_cut"] == groups_ahead
+    assert report["loss"] == pytest.approx(whole.loss, rel=1e-6, abs=1e-6)
+    assert report["grad_norm"] == pytest.approx(whole.grad_norm, rel=1e-6)
+    # Not the weights: Adam divides a gradient near 0 by its size, rounding errors included.
+    expected = torch.cat([moment.flatten() for _, moment in sorted(first_moments(alone.trainer).items())])
+    found = torch.cat([moment.flatten() for _, moment in sorted(load_file(out / "moments.safetensors").items())])
+    assert float((found - expected).norm()) <= 1e-6 * float(expected.norm())

@@ -1,23 +1,36 @@
-"""A disk that fills up during a run: the trainer waits, and continues once there is room."""
+"""A full disk and an unreachable store: the trainer waits, says for what, and continues afterwards."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typer.testing import CliRunner
 
+from rollmesh.cli.main import app
+from rollmesh.config import write_run_config
 from rollmesh.errors import CheckpointError
-from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.gateway.events import GatewayMetrics
+from rollmesh.gateway.mesh_poller import MeshPoller
+from rollmesh.launcher.console_notes import ServiceWatch
+from rollmesh.runtime.endpoints import AdminClient, ServiceStates, read_endpoints
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.metrics import Metrics
 from rollmesh.trainer.service.run_log import METRICS_FILE, SAMPLES_FILE, append_lines, build_trackers
 
+from ...kit.ledger import read_ledger
 from ...kit.run_files import run_config
+from ...kit.s3_server import Bucket
 from .test_kills import assert_every_batch_counts_once
-from .trainer_run import Runs
+from .trainer_run import Runs, TrainerRun
 from .two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.slow
@@ -118,3 +131,94 @@ def fill(path: Path) -> None:
                     pass
             except OSError:
                 continue
+
+
+async def test_a_trainer_waits_for_its_checkpoint_store_wherever_it_is_unreachable(runs: Runs) -> None:
+    async with runs(trainer={"train_steps": 3}, checkpoints={"state_every_steps": 1}) as run:
+
+        async def announced() -> bool:
+            return len(await run.store.policies.announced()) == 3
+
+        run.start(fault="unreachable")
+        async with run.fed(2):
+            await run.until("version 2", announced, pause=0.01)
+            await run.store.rollbacks.request(1)
+            await run.until_rolled_back()
+            await run.feed(1)
+            await run.until_finished()
+            run.start(fault="unreachable")
+            await run.until_finished()
+        waits = [json.loads(line) for line in run.log().splitlines() if '"event": "unreachable"' in line]
+        assert {wait["what"]: wait["message"].partition(":")[0] for wait in waits} == {
+            "find_policy": "complete_policies",
+            "read_batch": "stored_batch",
+            "write_batch": "write_batch",
+            "prune_policies": "prune",
+            "prune_states": "prune_states",
+            "list_batch_files": "batch_steps",
+            "take_weights": "open",
+            "load_state": "load_state",
+            "open_session": "lineage",
+            "remove_unfinished_batches": "remove_unfinished_batches",
+        }
+        assert await run.published() == [
+            (0, 0), (1, 1), (2, 2), (3, 2), (4, 3)
+        ]  # fmt: skip
+        ledger = read_ledger(run.checkpoints)
+        assert (ledger.committed_step, ledger.damaged, ledger.trained_twice) == (3, {}, {})
+
+
+async def assert_shown(run: TrainerRun, reason: str) -> None:
+    """Wait until console, page and status show a reason of the trainer."""
+    notes: list[str] = []
+    async with AdminClient() as client:
+        states = ServiceStates(run.folder, client)
+        watch = ServiceWatch(states, notes.append)
+        async with watch.running():
+            await run.until("a note of the console", lambda: any(reason in note for note in notes), pause=0.02)
+            assert f"trainer-0: {watch.text().partition(': ')[2]}" == watch.text()
+            poller = MeshPoller(run.store, run.config, GatewayMetrics(Metrics("gateway")), Health(), states)
+            await poller.step()
+            assert reason in poller.overview().waiting_for
+    assert reason in await run.store.training.waits(), "for a page that shares no run folder with the trainer"
+    write_run_config(run.config, run.folder / "config.yaml")
+    for arguments in ([], ["--json"]):
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["status", str(run.folder), *arguments])
+        assert done.exit_code == 0, done.output
+        assert reason in " ".join(done.stdout.split())
+    assert reason in json.loads(done.stdout)["waits"]["trainer-0"]
+
+
+async def test_checkpoints_on_a_full_disk_of_their_own(
+    runs: Runs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    fill(small_disk / "filler")
+    async with runs(checkpoints={"folder": str(small_disk / "checkpoints")}) as run:
+        run.start()
+        await assert_shown(run, "disk full")
+
+
+@asynccontextmanager
+async def run_in_bucket(runs: Runs, fault: str) -> AsyncIterator[TrainerRun]:
+    """A run whose trainer is started, with its checkpoints in a bucket that has a fault."""
+    bucket = Bucket(runs.folder / "s3.log", fault)
+    try:
+        section = bucket.section("runs/x").model_dump(include={"folder", "object_store"})
+        async with runs(checkpoints=section) as run:
+            run.start()
+            yield run
+    finally:
+        bucket.stop()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ACCESS_KEY_ID", "nobody"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+
+
+async def test_an_object_store_that_fails(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    async with run_in_bucket(runs, "outage") as run:
+        await assert_shown(run, "this server refuses")
