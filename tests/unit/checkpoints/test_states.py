@@ -178,26 +178,26 @@ def test_a_delta_that_does_not_fit_its_base_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> BucketStore:
+def bucket(tmp_path: Path) -> BucketStore:
     """A store with two policies and two batch files in the memory of this process."""
     objects = ObjectStore(f"memory://{tmp_path.name}/run", retry_seconds=1.0)
-    store = BucketStore(tmp_path, SECRET, objects, cache_policies=4)
+    bucket = BucketStore(tmp_path, SECRET, objects, cache_policies=4)
     for step in (0, 1):
-        publish(store, step, step=step)
-        write_batch(store, make_batch(step + 1), CURSOR)
-    return store
+        publish(bucket, step, step=step)
+        write_batch(bucket, make_batch(step + 1), CURSOR)
+    return bucket
 
 
-def test_copies_over_the_limit_are_named_as_not_read(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    policies = sum(size for key, size in store.objects.sizes("policies").items() if "manifest" not in key)
-    flip_object(store.objects, "batches/00000001.pb", 40)
+def test_copies_over_the_limit_are_named_as_not_read(bucket: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = sum(size for key, size in bucket.objects.sizes("policies").items() if "manifest" not in key)
+    flip_object(bucket.objects, "batches/00000001.pb", 40)
     monkeypatch.setattr(bucket_copies, "MOST_BYTES", policies)
-    check = store.check_copies()
+    check = bucket.check_copies()
     assert (check.compared, check.skipped) == (2, ("batches/00000002.pb", "batches/00000001.pb"))
     assert check.compared_bytes == policies and not check.damaged
 
 
-def test_a_copy_that_is_pruned_meanwhile_is_no_damage(store: BucketStore) -> None:
-    copies = list(stored_copies(store, store.manifest))
-    store._delete_folder(copies[0].name, first="manifest.json")
-    assert bucket_copies.check_copies(store.objects, copies).damaged == {}
+def test_a_copy_that_is_pruned_meanwhile_is_no_damage(bucket: BucketStore) -> None:
+    copies = list(stored_copies(bucket, bucket.manifest))
+    bucket._delete_folder(copies[0].name, first="manifest.json")
+    assert bucket_copies.check_copies(bucket.objects, copies).damaged == {}
