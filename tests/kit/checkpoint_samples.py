@@ -15,7 +15,6 @@ from rollmesh.checkpoints.batches import ReplayDraw, StepRecipe, StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.mesh import Cursor
@@ -99,7 +98,7 @@ def publish_adapter(store: CheckpointStore, version: int, base: PolicyRecord) ->
         parent=version - 1,
         write=write_adapter,
         canary=CANARY,
-        base=BasePolicy(record=base, manifest=store.open(base).manifest),
+        base=base,
     )
 
 

@@ -27,7 +27,6 @@ from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, Judge
 from rollmesh.checkpoints.durable import make_folder, remove_tree, session_folders
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, CanarySequence, Manifest, WeightDelta
 from rollmesh.checkpoints.policies import (
-    BasePolicy,
     FetchedPolicy,
     FoundManifest,
     PolicyDraft,
@@ -92,14 +91,15 @@ class CheckpointStore:
         parent: int | None,
         write: WriteFolder,
         canary: Sequence[CanarySequence],
-        base: BasePolicy | None = None,
+        base: PolicyRecord | None = None,
     ) -> PolicyRecord:
         """Write a policy folder; it is a policy only after the registry accepts the returned record.
 
         ``write`` fills the given empty folder: with a PEFT adapter if there is a base. The folder is deleted on an
         error. Raises CheckpointError.
         """
-        draft = PolicyDraft(session, policy_version, train_step, parent, base)
+        manifest = None if base is None else self._fetched(base).manifest
+        draft = PolicyDraft(session, policy_version, train_step, parent, base, manifest)
         record = policies.publish(self.root, self._secret, draft, write, canary, self._encode_delta)
         self._share_policy(record)
         return record

@@ -59,14 +59,6 @@ class VerifiedPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BasePolicy:
-    """The base of a run's adapters: its announcement and its manifest."""
-
-    record: PolicyRecord
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedPolicy:
     """A policy folder on this node whose manifest matches its record; its files are not verified."""
 
@@ -85,8 +77,9 @@ class PolicyDraft:
     policy_version: int
     train_step: int
     parent: int | None
-    base: BasePolicy | None
+    base: PolicyRecord | None
     """Policy that an adapter is applied above; None publishes full weights."""
+    base_manifest: Manifest | None
 
 
 def folder_name(train_step: int, session: str) -> str:
@@ -262,13 +255,13 @@ def _manifest(
 ) -> Manifest:
     return Manifest(
         kind="full" if draft.base is None else "adapter",
-        base=None if draft.base is None else draft.base.record,
+        base=draft.base,
         policy_version=draft.policy_version,
         train_step=draft.train_step,
         parent=draft.parent,
         session=draft.session,
         files=manifest_files(folder, digests),
-        **describe_folder(folder, None if draft.base is None else draft.base.manifest),
+        **describe_folder(folder, draft.base_manifest),
         canary=list(canary),
         create_time=datetime.now(UTC),
     )

@@ -19,7 +19,6 @@ from transformers import Qwen2Config
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.generator.main import serve
 from rollmesh.runtime.endpoints import read_endpoints
@@ -185,7 +184,7 @@ class GeneratorRun:
         return self.write(version, source, source, canary_error=canary_error)
 
     def write(
-        self, version: int, source: Path, model: Path, *, canary_error: float = 0.0, base: BasePolicy | None = None
+        self, version: int, source: Path, model: Path, *, canary_error: float = 0.0, base: PolicyRecord | None = None
     ) -> PolicyRecord:
         """Write the files of ``source`` as a policy that computes what ``model`` does."""
         self.models[version] = model

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.load import write_run_config
 from rollmesh.config.model import AdapterConfig
@@ -93,7 +92,7 @@ async def publish_adapter(run: GeneratorRun, base: PolicyRecord, version: int) -
     """Write a random adapter with a true canary, to be announced."""
     source = write_adapter(run.folder / f"adapter-{version}", run.models[0], version, size=SIZE)
     model = merge(run.folder / f"merged-{version}", run.models[0], source)
-    return run.write(version, source, model, base=BasePolicy(record=base, manifest=run.checkpoints.open(base).manifest))
+    return run.write(version, source, model, base=base)
 
 
 async def decided(run: GeneratorRun, version: int) -> tuple[bool, str]:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.cli.main import app
 from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
@@ -126,7 +125,7 @@ def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> Non
         parent=0,
         write=trainer.copy_out().write,
         canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
-        base=BasePolicy(record=base, manifest=store.open(base).manifest),
+        base=base,
     )
     store.mark_announced(record)
     place, size, merge = trained_model_lines(folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.describe import read_adapter_settings
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
-from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
+from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import AlgorithmConfig
@@ -104,12 +104,12 @@ class PolicyCatalog:
         """Return the verified versions whose folders exist: the others were pruned."""
         return {v: p for v, p in self._verified.items() if (p.folder / MANIFEST_FILE).is_file()}
 
-    def base(self, policy_version: int) -> BasePolicy:
+    def base(self, policy_version: int) -> PolicyRecord:
         """Return a version as the base of adapters; raise CheckpointError with the reason if it is damaged."""
         if policy_version not in self._kept() and policy_version in self._records:
             self._checkpoints.check_copy(self._records[policy_version])
-        manifest = self.policy(policy_version).manifest
-        return BasePolicy(record=self._records[policy_version], manifest=manifest)
+        self.policy(policy_version)
+        return self._records[policy_version]
 
 
 def check_reference(algorithm: AlgorithmConfig, catalog: PolicyCatalog) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 from rollmesh.checkpoints.batches import StepSettings, decode_groups, encode_groups
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
-from rollmesh.checkpoints.policies import BasePolicy
 from rollmesh.errors import CheckpointError, Reason
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes
@@ -86,7 +85,7 @@ class RankCoordinator:
         copied: PolicyCopy = self._order({"do": "copy_out", "base": policy_version == BASE_VERSION})
         return copied
 
-    def base_of(self, policy_version: int) -> BasePolicy | None:
+    def base_of(self, policy_version: int) -> PolicyRecord | None:
         """Return the base that this version is published above; None for full weights. Raises CheckpointError."""
         adapted = self.trainer.adapter is not None and policy_version != BASE_VERSION
         try:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.policies import BasePolicy, VerifiedPolicy
+from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.config.model import AdapterConfig
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError
@@ -39,8 +39,7 @@ class Published:
     def __init__(self, root: Path, trainer: PolicyTrainer) -> None:
         self.store = CheckpointStore(root, b"secret")
         self.trainer = trainer
-        base = self.store.publish(**self._draft(0, trainer.copy_out(base=True).write))
-        self.base = BasePolicy(record=base, manifest=self.store.open(base).manifest)
+        self.base = self.store.publish(**self._draft(0, trainer.copy_out(base=True).write))
 
     def policy(self, change: Change = lambda _: None) -> VerifiedPolicy:
         """The trained adapter, published after a change of its folder."""
