@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.service_host import service_host
 from rollmesh.teacher.teacher_engine import ScoreRequest, TokenScores
-from rollmesh.teacher.teacher_service import ServedTeacher, TeacherMetrics, TeacherService
+from rollmesh.teacher.teacher_model import TeacherModel
+from rollmesh.teacher.teacher_service import TeacherMetrics, TeacherService
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 
 
@@ -34,16 +36,16 @@ class EmulatedScores:
 async def serve_teacher(config: RunConfig, shutdown: Shutdown) -> None:
     """Serve the emulated teacher until ``shutdown``."""
     async with service_host(config, teacher_service(TEACHER), 0, component="teacher") as host:
-        teacher = ServedTeacher(
+        teacher = TeacherModel(
             name=TEACHER,
-            manifest_digest="0" * 64,
+            folder=Path(config.folder),
             vocabulary_digest="",
             vocab_size=VOCABULARY_SIZE,
             policy_vocab_size=VOCABULARY_SIZE,
             context_token_count=config.generator.max_context_tokens,
         )
         server = create_server()
-        service = TeacherService(teacher, EmulatedScores(), TeacherMetrics(host.metrics, TEACHER))
+        service = TeacherService(teacher, "0" * 64, EmulatedScores(), TeacherMetrics(host.metrics, TEACHER))
         stubs.add_TeacherServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

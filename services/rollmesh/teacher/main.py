@@ -17,7 +17,7 @@ from rollmesh.runtime.lifecycle import Shutdown, many_imports, wait_or_shutdown
 from rollmesh.runtime.service_host import service_host
 from rollmesh.teacher.teacher_engine import ScoreRequest, TeacherEngine, check_scores
 from rollmesh.teacher.teacher_model import TeacherModel, keep_digest, manifest_digest, read_teacher_model, teacher_of
-from rollmesh.teacher.teacher_service import SERVICE_NAME, ServedTeacher, TeacherMetrics, TeacherService
+from rollmesh.teacher.teacher_service import SERVICE_NAME, TeacherMetrics, TeacherService
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
 
 if TYPE_CHECKING:
@@ -42,19 +42,10 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str)
         digest = await asyncio.to_thread(manifest_digest, model.folder)
         if config.network.shared_folder:
             keep_digest(config, name, digest)
-        engine = await host.stack.enter_async_context(_engine(config, name, index, model))
-        teacher = ServedTeacher(
-            name=name,
-            manifest_digest=digest,
-            vocabulary_digest=model.vocabulary_digest,
-            vocab_size=model.vocab_size,
-            policy_vocab_size=model.policy_vocab_size,
-            context_token_count=config.generator.max_context_tokens,
-            only_temperature=1.0 if config.teachers[name].engine == "sglang" else None,
-        )
+        engine = await host.stack.enter_async_context(_engine(config, index, model))
         server = create_server(host.security)
         metrics = TeacherMetrics(host.metrics, name)
-        service = TeacherService(teacher, engine, metrics)
+        service = TeacherService(model, digest, engine, metrics)
         stubs.add_TeacherServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         await host.serve_grpc(server, SERVICE_NAME)
         host.health.waits.end("engine")
@@ -68,25 +59,26 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown, *, name: str)
 
 
 @asynccontextmanager
-async def _engine(config: RunConfig, name: str, index: int, model: TeacherModel) -> AsyncIterator[TeacherEngine]:
+async def _engine(config: RunConfig, index: int, model: TeacherModel) -> AsyncIterator[TeacherEngine]:
     """Run the engine of the run file within the block, after it has scored a sequence."""
-    if config.teachers[name].engine == "sglang":
+    if config.teachers[model.name].engine == "sglang":
         from rollmesh.teacher.served_engine import ServedEngine, server_options
 
-        served = ServedEngine(server_options(config, name, index), name)
+        served = ServedEngine(server_options(config, model.name, index), model.name)
         running: AbstractAsyncContextManager[None] = served.running(model.folder)
         engine: TeacherEngine = served
     else:
-        embedded = await _embedded(config, name, model)
+        embedded = await _embedded(config, model)
         engine, running = embedded, embedded.running()
     async with running:
-        await _try(engine, config, name, model)
+        await _try(engine, config, model)
         yield engine
 
 
-async def _try(engine: TeacherEngine, config: RunConfig, name: str, model: TeacherModel) -> None:
+async def _try(engine: TeacherEngine, config: RunConfig, model: TeacherModel) -> None:
     """Score a short sequence as the run will. Raises ConfigError if that gives no scores."""
-    teacher, longest = config.teachers[name], config.generator.max_context_tokens
+    name, longest = model.name, model.context_token_count
+    teacher = config.teachers[name]
     ids = np.arange(min(_TRIAL_TOKENS, model.vocab_size, longest), dtype=np.int32)
     request = ScoreRequest(
         token_ids=ids, prompt_token_count=1, temperature=config.rollout.temperature, top_k=teacher.top_k
@@ -100,7 +92,7 @@ async def _try(engine: TeacherEngine, config: RunConfig, name: str, model: Teach
         ) from error
 
 
-async def _embedded(config: RunConfig, name: str, model: TeacherModel) -> EmbeddedEngine:
+async def _embedded(config: RunConfig, model: TeacherModel) -> EmbeddedEngine:
     """Load the weights. Raises ConfigError for a model that cannot be loaded."""
     with many_imports():
         import torch
@@ -110,7 +102,8 @@ async def _embedded(config: RunConfig, name: str, model: TeacherModel) -> Embedd
         from rollmesh.trainer.learner.policy_model import ModelSource
         from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
-    teacher, longest = config.teachers[name], config.generator.max_context_tokens
+    name, longest = model.name, model.context_token_count
+    teacher = config.teachers[name]
 
     def load() -> PolicyScorer:
         torch.set_num_threads(config.launcher.torch_threads)

@@ -30,10 +30,15 @@ _THREADS = 8
 class TeacherModel:
     """Model folder of a teacher that fits the run."""
 
+    name: str
     folder: Path
     vocab_size: int
     vocabulary_digest: str
     policy_vocab_size: int
+    context_token_count: int
+    """Most tokens of prompt and response."""
+    only_temperature: float | None = None
+    """Temperature that the engine computes at; None for any."""
 
 
 def teacher_of(config: RunConfig, name: str) -> TeacherConfig:
@@ -71,10 +76,13 @@ def read_teacher_model(config: RunConfig, name: str) -> TeacherModel:
             "tokens of the vocabulary; lower it"
         )
     return TeacherModel(
+        name=name,
         folder=folder,
         vocab_size=tokenizer.vocab_size,
         vocabulary_digest=vocabulary,
         policy_vocab_size=policy.vocab_size,
+        context_token_count=config.generator.max_context_tokens,
+        only_temperature=1.0 if teacher.engine == "sglang" else None,
     )
 
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -21,6 +20,7 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
 from rollmesh.teacher.teacher_engine import ScoreRequest, TeacherEngine, TokenScores, check_request, check_scores
+from rollmesh.teacher.teacher_model import TeacherModel
 from rollmesh.types import LOWEST_TEMPERATURE, TeacherColumn
 from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
@@ -98,33 +98,20 @@ MOST_BYTES = 1 << 30
 _MOST_LOGGED_REASONS = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedTeacher:
-    """Teacher of this process."""
-
-    name: str
-    manifest_digest: str
-    vocabulary_digest: str
-    vocab_size: int
-    policy_vocab_size: int
-    context_token_count: int
-    """Most tokens of prompt and response."""
-    only_temperature: float | None = None
-    """Temperature that the engine computes at; None for any."""
-
-
 class TeacherService(stubs.TeacherServiceServicer):
     """RPCs that score sequences and describe the teacher."""
 
     def __init__(
         self,
-        teacher: ServedTeacher,
+        teacher: TeacherModel,
+        manifest_digest: str,
         engine: TeacherEngine,
         metrics: TeacherMetrics,
         most_items: int = MOST_ITEMS,
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self._teacher = teacher
+        self._digest = manifest_digest
         self._engine = engine
         self._metrics = metrics
         self._most_items = most_items
@@ -140,7 +127,7 @@ class TeacherService(stubs.TeacherServiceServicer):
         teacher = self._teacher
         return pb.DescribeTeacherResponse(
             teacher=teacher.name,
-            manifest_digest=teacher.manifest_digest,
+            manifest_digest=self._digest,
             vocabulary_digest=teacher.vocabulary_digest,
             context_token_count=teacher.context_token_count,
         )
@@ -218,7 +205,7 @@ class TeacherService(stubs.TeacherServiceServicer):
             span.set(outcome="scored", tokens=len(scores.logprobs))
         column = TeacherColumn(
             teacher=teacher.name,
-            manifest_digest=teacher.manifest_digest,
+            manifest_digest=self._digest,
             logprobs=scores.logprobs,
             top_ids=scores.top_ids if wanted.top_k else None,
             top_logprobs=scores.top_logprobs if wanted.top_k else None,

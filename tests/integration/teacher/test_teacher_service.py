@@ -26,8 +26,8 @@ from rollmesh.runtime.grpc import create_server
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.teacher.main import serve
 from rollmesh.teacher.teacher_engine import ScoreRequest, TokenScores
-from rollmesh.teacher.teacher_model import manifest_digest
-from rollmesh.teacher.teacher_service import ServedTeacher, TeacherMetrics, TeacherService
+from rollmesh.teacher.teacher_model import TeacherModel, manifest_digest
+from rollmesh.teacher.teacher_service import TeacherMetrics, TeacherService
 from rollmesh.text import Tokenizer
 from rollmesh.v1 import teacher_service_pb2 as pb
 from rollmesh.v1 import teacher_service_pb2_grpc as stubs
@@ -171,15 +171,15 @@ async def test_logprobs_that_are_not_finite_are_a_reason_and_never_a_number(tmp_
 async def test_settings_without_scores_are_refused_by_name(
     tmp_path: Path, request_: dict[str, Any], details: str
 ) -> None:
-    service = TeacherService(_SERVED, _Held(), TeacherMetrics(Metrics("teacher"), TEACHER))
+    service = TeacherService(_SERVED, "m", _Held(), TeacherMetrics(Metrics("teacher"), TEACHER))
     with pytest.raises(grpc.aio.AioRpcError, match=r"INVALID_ARGUMENT") as caught:
         await _one_call(service, pb.ScoreTokensRequest(**request_))
     assert (caught.value.details() or "").startswith(details)
 
 
-_SERVED = ServedTeacher(
+_SERVED = TeacherModel(
     name=TEACHER,
-    manifest_digest="m",
+    folder=Path("teacher"),
     vocabulary_digest="v",
     vocab_size=VOCAB,
     policy_vocab_size=VOCAB,
@@ -202,7 +202,7 @@ class _Held:
 
 
 async def test_a_full_service_refuses_and_says_so(tmp_path: Path) -> None:
-    service = TeacherService(_SERVED, _Held(), TeacherMetrics(Metrics("teacher"), TEACHER), most_items=2)
+    service = TeacherService(_SERVED, "m", _Held(), TeacherMetrics(Metrics("teacher"), TEACHER), most_items=2)
     item = pb.TokenScoreItem(token_ids=tensor_to_pb(np.arange(4, dtype=np.int32)), prompt_token_count=1)
     with pytest.raises(grpc.aio.AioRpcError, match=r"RESOURCE_EXHAUSTED.*items: 0 of 2 are in progress; retry later"):
         await _one_call(service, pb.ScoreTokensRequest(items=[item] * 3, temperature=1.0))
@@ -210,7 +210,7 @@ async def test_a_full_service_refuses_and_says_so(tmp_path: Path) -> None:
 
 async def test_a_failed_engine_makes_the_service_unavailable(tmp_path: Path) -> None:
     engine = _Held()
-    service = TeacherService(_SERVED, engine, TeacherMetrics(Metrics("teacher"), TEACHER))
+    service = TeacherService(_SERVED, "m", engine, TeacherMetrics(Metrics("teacher"), TEACHER))
     item = pb.TokenScoreItem(token_ids=tensor_to_pb(np.arange(4, dtype=np.int32)), prompt_token_count=1)
     call = asyncio.create_task(_one_call(service, pb.ScoreTokensRequest(items=[item], temperature=1.0)))
     await reached(lambda: engine.count == 1, "the sequence in the engine")
