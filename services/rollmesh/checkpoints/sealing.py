@@ -54,26 +54,8 @@ def lineage(root: Path) -> str:
 
 
 def random_once(file: Path) -> str:
-    """Return the content of a file of 32 random bytes (hex); create the file if it is missing.
-
-    Safe for concurrent processes: the first process to link its file wins, and all read the same content. On a file
-    system without hard links the first process to create the file wins, and the others wait for its content.
-    """
-    if not file.exists():
-        make_folder(file.parent)
-        temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-        try:
-            _write_random(temporary)
-            # Another process may have written its file first; that file is used.
-            if not link_new(temporary, file):
-                with contextlib.suppress(FileExistsError):
-                    _write_random(file)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(file.parent)
-    deadline = time.monotonic() + _CONTENT_SECONDS
-    while not (text := file.read_text(encoding="ascii").strip()) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    """Return the content of a file of 32 random bytes (hex), created by the first call. Raises CheckpointError."""
+    text = kept_once(file, secrets.token_hex(32))
     if len(text) < 32:
         raise CheckpointError(
             f"{file}: expected at least 32 characters, found {len(text)}; restore it from a copy, or delete it if the "
@@ -82,11 +64,35 @@ def random_once(file: Path) -> str:
     return text
 
 
-def _write_random(file: Path) -> None:
-    """Create a file of 32 random bytes (hex), for the owner only, with one write: a reader finds none of it or all."""
+def kept_once(file: Path, content: str) -> str:
+    """Return the ASCII content of a file, which is created for its owner, with ``content``, if it is missing.
+
+    Safe for concurrent processes: the first process to link its file wins, and all read the same content. On a file
+    system without hard links the first process to create the file wins, and the others wait for its content.
+    """
+    if not file.exists():
+        make_folder(file.parent)
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        try:
+            _write(temporary, content)
+            # Another process may have written its file first; that file is used.
+            if not link_new(temporary, file):
+                with contextlib.suppress(FileExistsError):
+                    _write(file, content)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(file.parent)
+    deadline = time.monotonic() + _CONTENT_SECONDS
+    while not (text := file.read_text(encoding="ascii").strip()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return text
+
+
+def _write(file: Path, content: str) -> None:
+    """Create a file for the owner only, with one write: a reader finds none of it or all."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with writing(file), os.fdopen(descriptor, "wb", buffering=0) as stream:
-        stream.write(secrets.token_hex(32).encode())
+        stream.write(content.encode())
         os.fsync(stream.fileno())
 
 

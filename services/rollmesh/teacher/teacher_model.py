@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.checkpoints.describe import read_json
-from rollmesh.checkpoints.durable import link_new, make_folder, sha256_of, write_new_file
+from rollmesh.checkpoints.durable import sha256_of
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
-from rollmesh.checkpoints.sealing import canonical
+from rollmesh.checkpoints.sealing import canonical, kept_once
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.teachers import TeacherConfig
@@ -101,15 +100,7 @@ def keep_digest(config: RunConfig, name: str, digest: str) -> None:
     Scores of two teachers are not comparable, so a run has one model behind each name.
     """
     file = Path(config.folder) / "teachers" / f"{name}.sha256"
-    if not file.exists():
-        make_folder(file.parent)
-        temporary = file.with_name(f".{name}.{secrets.token_hex(8)}")
-        write_new_file(temporary, digest.encode())
-        if not link_new(temporary, file) and not file.exists():  # no hard links here
-            temporary.replace(file)
-        temporary.unlink(missing_ok=True)
-    before = file.read_text(encoding="ascii")
-    if before != digest:
+    if (before := kept_once(file, digest)) != digest:
         raise ConfigError(
             f"{teacher_place(config, name)}: its files have changed since this run began (digest {digest[:12]}, before "
             f"{before[:12]}), and scores of two teachers are not comparable; restore them, or start a new run"
