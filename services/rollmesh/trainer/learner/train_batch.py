@@ -14,8 +14,7 @@ import torch
 from rollmesh.algorithms.advantages import Advantage, TrajectoryColumns
 from rollmesh.errors import DataError
 from rollmesh.kept_sets import check_sets, choose_sets, join_sets, trajectory_sets
-from rollmesh.trainer.learner.credit import units_of
-from rollmesh.trainer.learner.teacher_scores import TeacherScores, teacher_scores
+from rollmesh.trainer.learner.teacher_scores import TeacherScores, teacher_scores, units_of
 from rollmesh.types import (
     Batch,
     BoolArray,
