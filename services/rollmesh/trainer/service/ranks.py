@@ -43,7 +43,7 @@ class RankCoordinator:
 
     def train(self, batch: Batch, settings: StepSettings, replayed: Collection[str] = ()) -> StepReport:
         """Run one train step on all ranks. The report counts ``replayed``, groups of earlier batches, apart."""
-        order = {"do": "train", "replayed": list(replayed), "settings": settings.model_dump(mode="json")}
+        order = {"do": "train", "replayed": list(replayed), "settings": settings}
         report: StepReport = self._order(order | {"remembered": sorted(self.catalog.remembered.items())}, batch)
         return report
 
@@ -109,6 +109,7 @@ class RankCoordinator:
         """
         while (order := json.loads(broadcast_bytes(None, self.world)))["do"] != "leave":
             self.catalog.update(PolicyRecord(**record) for record in order["policies"])
+            self.catalog.remember(dict(order.get("remembered", ())))
             step = order["batch_of_step"]
             groups = () if step is None else tuple(decode_groups(broadcast_bytes(None, self.world)))
             try:
@@ -121,12 +122,11 @@ class RankCoordinator:
         return str(order["unfinished"])
 
     def _carry_out(self, order: Order, batch: Batch, train_steps: Mapping[int, int]) -> Any:
-        """Carry out an order on this rank; return what it gives."""
+        """Carry out an order on this rank; return what it gives. ``train_steps`` are of the moment it was sent."""
         match order["do"]:
             case "train":
-                self.catalog.remember(dict(order["remembered"]))
-                settings = StepSettings.model_validate(order["settings"])
-                return self.trainer.train(batch, self.catalog.train_steps, settings, order["replayed"])
+                settings = StepSettings.model_validate(order["settings"])  # rank 0 has them as they are
+                return self.trainer.train(batch, train_steps, settings, order["replayed"])
             case "accumulate":
                 return self.trainer.accumulate(batch.groups, train_steps)
             case "end_stage":
@@ -158,7 +158,7 @@ class RankCoordinator:
             new = [r for r in records if r.policy_version not in self._known_to_peers]
             self._known_to_peers |= {r.policy_version for r in new}
             sent = order | {"policies": [asdict(r) for r in new], "batch_of_step": batch and batch.train_step}
-            broadcast_bytes(json.dumps(sent).encode(), self.world)
+            broadcast_bytes(json.dumps(sent, default=_plain).encode(), self.world)
             if batch is not None:
                 broadcast_bytes(b"".join(encode_groups(batch)), self.world)
         return train_steps
@@ -195,6 +195,10 @@ class RankCoordinator:
         raise CheckpointError(
             f"{name}: this rank cannot find the state that rank 0 loads; checkpoints.folder must be shared by all ranks"
         )
+
+
+def _plain(settings: StepSettings) -> dict[str, Any]:
+    return settings.model_dump(mode="json")
 
 
 class TorchExecutor(ThreadPoolExecutor):
