@@ -16,7 +16,7 @@ import pytest
 
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.durable import disk_full_error, remove_tree
-from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE, lineage, run_secret, seal, sealed
+from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE, lineage, run_secret
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
 
@@ -107,14 +107,6 @@ def test_a_short_secret_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / SECRET_FILE).write_text("short")
     with pytest.raises(CheckpointError, match="at least 32"):
         run_secret(tmp_path)
-
-
-def test_a_seal_fits_its_secret_and_its_data_only() -> None:
-    tag = seal(b"k", b"data")
-    assert sealed(b"k", b"data", tag)
-    assert not sealed(b"K", b"data", tag)
-    assert not sealed(b"k", b"date", tag)
-    assert not sealed(b"k", b"data", "\xff" + tag[1:])
 
 
 def run_in(folder: Path, **sections: Any) -> RunConfig:

@@ -158,11 +158,6 @@ def test_a_mixture_of_experts_is_refused_before_its_weights_are_read(tmp_path: P
         load_policy_model(tmp_path, dtype=torch.float32, device=CPU)
 
 
-def test_a_folder_without_a_model_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=tmp_path.name):
-        load_policy_model(tmp_path, dtype=torch.float32, device=CPU)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -179,14 +174,6 @@ def test_weights_of_another_architecture_are_never_filled_with_noise_or_left_out
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(CheckpointError, match=message):
-        load_policy_model(folder, dtype=torch.float32, device=CPU)
-
-
-def test_a_torn_weight_file_is_refused(make_model: ModelMaker, tmp_path: Path) -> None:
-    folder = shutil.copytree(make_model("qwen2"), tmp_path / "model")
-    (weights,) = folder.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=f"{folder}: not a loadable causal LM"):
         load_policy_model(folder, dtype=torch.float32, device=CPU)
 
 

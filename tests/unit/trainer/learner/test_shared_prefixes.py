@@ -31,7 +31,7 @@ from rollmesh.trainer.learner.prefix_tree import prefix_tree
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
 from rollmesh.types import Int32Array
 
-from ....kit.made_batches import VOCAB, batch_of, forked_groups, policy_segment, trajectory, with_kept_sets
+from ....kit.made_batches import VOCAB, batch_of, forked_groups, with_kept_sets
 from .conftest import VERSIONS, ModelMaker
 from .test_packing import OTHERS, alone
 
@@ -101,18 +101,6 @@ def test_scores_loss_and_gradient_of_random_trees_are_those_of_plain_passes(
     assert relative(found.logprobs, expected.logprobs) < bound
     assert relative(found.entropy, expected.entropy) < bound
     assert found.forward_tokens <= expected.forward_tokens
-
-
-def test_a_shared_token_is_computed_once(make_model: ModelMaker) -> None:
-    model = load_policy_model(make_model(), dtype=torch.float32, device=CPU)
-    rng = np.random.default_rng(0)
-    members = [trajectory(f"g.{m}", [policy_segment(rng, 5)], float(m), prompt=20) for m in range(4)]
-    flat = replace(build_train_batch(batch_of(members), VERSIONS, None), advantages=np.ones(4))
-    columns = columns_of(flat, np.zeros(len(flat.token_ids)))
-    plain, shared = (gradient_of(model, c, "ppo_clip", flat, columns)[0] for c in (PLAIN, SHARED))
-    # The last token of a trajectory predicts no token.
-    assert (plain.forward_tokens, shared.forward_tokens) == (4 * 24, 20 + 4 * 4)
-    assert (plain.microbatches, shared.microbatches) == (2, 1)
 
 
 def forks() -> list[Int32Array]:
