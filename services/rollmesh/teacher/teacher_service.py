@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
+from prometheus_client import Counter, Gauge
 
 from rollmesh.errors import DataError, EngineError
 from rollmesh.runtime.grpc import MOST_DETAIL_CHARACTERS
@@ -32,35 +33,30 @@ class TeacherMetrics:
 
     def __init__(self, metrics: Metrics, teacher: str) -> None:
         labels = {"teacher": (teacher,)}
+
+        def counter(name: str, text: str) -> Counter:
+            return metrics.counter(name, text, labels).labels(teacher)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return metrics.gauge(name, text, labels).labels(teacher)
+
         self._count, self._changed = 0, time.monotonic()
-        self._running = metrics.gauge(
-            "rollmesh_teacher_running_sequences",
-            "Sequences received and not scored yet, waiting ones included.",
-            labels,
-        ).labels(teacher)
-        self._busy = metrics.counter(
-            "rollmesh_teacher_busy_seconds_total", "Seconds with a sequence in the service.", labels
-        ).labels(teacher)
-        self._received = metrics.counter("rollmesh_teacher_sequences_total", "Sequences received.", labels).labels(
-            teacher
+        self._running = gauge(
+            "rollmesh_teacher_running_sequences", "Sequences received and not scored yet, waiting ones included."
         )
-        self._tokens = metrics.counter(
-            "rollmesh_teacher_scored_tokens_total", "Response tokens scored.", labels
-        ).labels(teacher)
-        self._context_tokens = metrics.counter(
-            "rollmesh_teacher_context_tokens_total", "Tokens of prompt and response of the scored sequences.", labels
-        ).labels(teacher)
+        self._busy = counter("rollmesh_teacher_busy_seconds_total", "Seconds with a sequence in the service.")
+        self._received = counter("rollmesh_teacher_sequences_total", "Sequences received.")
+        self._tokens = counter("rollmesh_teacher_scored_tokens_total", "Response tokens scored.")
+        self._context_tokens = counter(
+            "rollmesh_teacher_context_tokens_total", "Tokens of prompt and response of the scored sequences."
+        )
         self._seconds = metrics.histogram(
             "rollmesh_teacher_score_seconds", "Time from receipt of a sequence to its scores.", labels=labels
         ).labels(teacher)
-        self.errors = metrics.counter("rollmesh_teacher_errors_total", "Sequences without scores.", labels).labels(
-            teacher
+        self.errors = counter("rollmesh_teacher_errors_total", "Sequences without scores.")
+        self._last = gauge(
+            "rollmesh_teacher_last_score_timestamp_seconds", "Unix time of the newest scores; 0 before the first."
         )
-        self._last = metrics.gauge(
-            "rollmesh_teacher_last_score_timestamp_seconds",
-            "Unix time of the newest scores; 0 before the first.",
-            labels,
-        ).labels(teacher)
 
     @contextmanager
     def sequence(self) -> Iterator[None]:
