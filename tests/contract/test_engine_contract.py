@@ -123,7 +123,7 @@ async def test_the_model_s_own_end_token_is_an_ordinary_token_unless_the_call_sa
     # Sampled answers may do without it; after this context it is the most likely token.
     context = next(ids for ids in map(prompt_ids, range(1000)) if hf_greedy(models[0], ids, 1)[0] == EOS)
     for stops in ((), (unused,)):
-        limits = {"max_new_token_count": 100, "stop_token_ids": stops}
+        limits = {"max_new_token_count": 40, "stop_token_ids": stops}
         calls = [make_call("greedy", context, temperature=0.0, **limits)]
         calls += [make_call(f"e{i}", prompt_ids(i), **limits) for i in range(6)]
         rollouts = await asyncio.gather(*(collect(engine, call) for call in calls))
@@ -131,7 +131,7 @@ async def test_the_model_s_own_end_token_is_an_ordinary_token_unless_the_call_sa
         for rollout in rollouts:
             ended = rollout.reason is FinishReason.STOP
             assert ended == (unused in stops and rollout.tokens[-1] == unused)
-            assert ended or len(rollout.tokens) == 100
+            assert ended or len(rollout.tokens) == 40
 
 
 @pytest.mark.parametrize(("count", "context", "expected"), [(1, 12, 1), (500, LONGEST - 5, 5), (500, LONGEST - 1, 1)])
@@ -156,6 +156,9 @@ async def test_length_is_the_budget_or_what_the_context_leaves(engine, models, c
         ({"temperature": float("nan")}, r"sampling\.temperature=nan"),
         ({"top_p": 0.0}, r"sampling\.top_p=0"),
         ({"top_k": -2}, r"sampling\.top_k=-2"),
+        ({"min_p": 1.0}, r"sampling\.min_p=1"),
+        ({"kept_tokens": -1}, r"sampling\.kept_tokens=-1"),
+        ({"top_k": 9, "kept_tokens": 8}, r"sampling\.kept_tokens=8"),
         ({"stop_token_ids": (VOCAB,)}, "stop_token_ids: 61"),
     ],
 )

@@ -1,31 +1,23 @@
-"""One training run from all sides: metrics, ports, a second launcher, and a kill at the end."""
+"""One training run from all sides: metrics, a second launcher, and a kill at the end."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.runtime.grpc import call_metadata, create_channel
+from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
-from rollmesh.v1 import generation_service_pb2 as generation
-from rollmesh.v1 import generation_service_pb2_grpc as generation_stubs
-from rollmesh.v1 import reward_service_pb2 as reward
-from rollmesh.v1 import reward_service_pb2_grpc as reward_stubs
 
 from .conftest import ENDLESS, WAIT_SECONDS, CommandLine, until, write_small_run
 
@@ -160,44 +152,6 @@ def test_every_documented_metric_is_exported_by_a_run_and_moves(training: Traini
         return any(0 <= e["reprefill_share"] < 1 and 0 < e["bubble_ratio"] < 1 for e in working)
 
     training.until(engines_are_reported, "a train step that reports what the engines did")
-
-
-# Loopback ports: every user of a machine reaches them, and without the token of the run can do nothing there ---------
-
-
-async def refused(call: Awaitable[object]) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def call_without_token(generator: Endpoint, scorer: Endpoint) -> None:
-    async with create_channel(generator.grpc) as channel:
-        stub = generation_stubs.GenerationServiceStub(channel)
-        await refused(stub.Pause(generation.PauseRequest()))
-        await refused(stub.Drain(generation.DrainRequest()))
-    async with create_channel(scorer.grpc) as channel:
-        await refused(reward_stubs.RewardServiceStub(channel).Score(reward.ScoreRequest()).read())
-
-
-async def drain(generator: Endpoint, token: str) -> None:
-    async with create_channel(generator.grpc) as channel:
-        stub = generation_stubs.GenerationServiceStub(channel)
-        await stub.Drain(generation.DrainRequest(), metadata=call_metadata(token=token))
-
-
-def test_loopback_ports_need_the_token_of_the_run_and_a_drained_generator_comes_back(training: Training) -> None:
-    def generator_pids() -> dict[int, int]:
-        return {endpoint.index: endpoint.pid for endpoint in read_endpoints(training.folder, "generator")}
-
-    training.trains(1)
-    before, scorer = (read_endpoints(training.folder, name)[0] for name in ("generator", "reward"))
-    asyncio.run(call_without_token(before, scorer))
-    asyncio.run(drain(before, (training.folder / "mesh-token").read_text().strip()))
-    training.until(lambda: generator_pids().get(before.index, before.pid) != before.pid, "another generator")
-    training.trains(2)
-    restarted = f"generator-{before.index} ended with status 0, restart 1 of 20"
-    training.until(lambda: restarted in training.output.read_text(), restarted)
 
 
 # A second launcher, and the end -----------------------------------------------------------------------------------

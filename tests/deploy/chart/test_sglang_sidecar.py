@@ -65,9 +65,9 @@ def config_of(rendering: Rendering, folder: Path) -> RunConfig:
     ],
 )
 def test_a_sidecar_gets_the_flags_and_variables_of_a_server_that_we_start(
-    helm: Helm, tmp_path: Path, examples: list[Path], sets: list[str]
+    helm4: Helm, tmp_path: Path, examples: list[Path], sets: list[str]
 ) -> None:
-    rendering = helm.template(CHART, examples, sets)
+    rendering = helm4.template(CHART, examples, sets)
     options = SglangOptions.from_config(config_of(rendering, tmp_path), 0)
     server = server_of(rendering)
     wanted = flags_of(options.command(Path("/models/m"), 0, 1))
@@ -82,15 +82,15 @@ def test_a_sidecar_gets_the_flags_and_variables_of_a_server_that_we_start(
     assert given.items() >= options.server_environment({}).items()
 
 
-def test_a_variable_that_the_values_give_the_sidecar_is_there_once(helm: Helm) -> None:
+def test_a_variable_that_the_values_give_the_sidecar_is_there_once(helm4: Helm) -> None:
     extra = "generator.sglang.sidecar.extraEnv[0]"
-    server = server_of(helm.template(CHART, [ONE_NODE], [f"{extra}.name=no_proxy", f"{extra}.value=corp"]))
+    server = server_of(helm4.template(CHART, [ONE_NODE], [f"{extra}.name=no_proxy", f"{extra}.value=corp"]))
     assert [entry["value"] for entry in server["env"] if entry["name"] == "no_proxy"] == ["corp"]
     assert [entry["value"] for entry in server["env"] if entry["name"] == "NO_PROXY"] == ["127.0.0.1,localhost"]
 
 
-def test_a_generator_asks_its_sidecar_with_the_key_that_the_sidecar_has(helm: Helm, tmp_path: Path) -> None:
-    rendering = helm.template(CHART, [ONE_NODE], ["generator.sglang.sidecar.port=30123"])
+def test_a_generator_asks_its_sidecar_with_the_key_that_the_sidecar_has(helm4: Helm, tmp_path: Path) -> None:
+    rendering = helm4.template(CHART, [ONE_NODE], ["generator.sglang.sidecar.port=30123"])
     config = config_of(rendering, tmp_path)
     server = server_of(rendering)
     assert config.generator.sglang.url == f"http://127.0.0.1:{flags_of(server['args'])['--port']}"
@@ -99,8 +99,8 @@ def test_a_generator_asks_its_sidecar_with_the_key_that_the_sidecar_has(helm: He
     assert key == next(e["valueFrom"] for e in server["env"] if e["name"] == "SGLANG_KEY")
 
 
-def test_every_rank_of_a_server_over_several_nodes_gets_the_same_flags(helm: Helm) -> None:
-    rendering = helm.template(CHART, [SEVERAL_NODES])
+def test_every_rank_of_a_server_over_several_nodes_gets_the_same_flags(helm4: Helm) -> None:
+    rendering = helm4.template(CHART, [SEVERAL_NODES])
     (workers,) = rendering.of_kind("LeaderWorkerSet")
     (worker,) = workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     leader = server_of(rendering)
@@ -143,9 +143,9 @@ def lora_words(server: Object) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_sidecar_gets_the_adapter_flags_of_a_server_that_we_start(
-    helm: Helm, tmp_path: Path, examples: list[Path], sets: list[str]
+    helm4: Helm, tmp_path: Path, examples: list[Path], sets: list[str]
 ) -> None:
-    rendering = helm.template(CHART, examples, ["run.schedule.pool_size=null", *sets])
+    rendering = helm4.template(CHART, examples, ["run.schedule.pool_size=null", *sets])
     config = config_of(rendering, tmp_path)
     settings = AdapterSettings.from_config(config)
     assert settings is not None
@@ -173,22 +173,22 @@ def flags_after(examples: list[Path]) -> list[str]:
     return [word for argument in arguments for word in argument.split("=", 1)]
 
 
-def test_every_rank_gets_the_adapter_flags_and_no_run_of_full_weights_does(helm: Helm) -> None:
-    rendering = helm.template(CHART, [SEVERAL_NODES], [RANK_8, "run.generator.on_new_version=null"])
+def test_every_rank_gets_the_adapter_flags_and_no_run_of_full_weights_does(helm4: Helm) -> None:
+    rendering = helm4.template(CHART, [SEVERAL_NODES], [RANK_8, "run.generator.on_new_version=null"])
     (workers,) = rendering.of_kind("LeaderWorkerSet")
     (worker,) = workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     assert lora_words(worker) == lora_words(server_of(rendering))
     assert flags_of(worker["args"])["--max-lora-rank"] == "8"
     for example in (ONE_NODE, SEVERAL_NODES):
-        assert not [a for a in server_of(helm.template(CHART, [example]))["args"] if "lora" in a]
+        assert not [a for a in server_of(helm4.template(CHART, [example]))["args"] if "lora" in a]
 
 
-def test_an_unknown_schedule_is_refused_with_the_known_ones(helm: Helm) -> None:
+def test_an_unknown_schedule_is_refused_with_the_known_ones(helm4: Helm) -> None:
     with pytest.raises(HelmError, match=r"run\.schedule\.preset=coprs is unknown; use one of april, .*copris"):
-        helm.template(CHART, [ONE_NODE], [RANK_8, "run.schedule.preset=coprs"])
+        helm4.template(CHART, [ONE_NODE], [RANK_8, "run.schedule.preset=coprs"])
 
 
-def test_a_target_that_the_run_file_refuses_is_refused_with_the_two_forms(helm: Helm) -> None:
+def test_a_target_that_the_run_file_refuses_is_refused_with_the_two_forms(helm4: Helm) -> None:
     message = r"run\.model\.adapter\.target=q_proj is neither all_linear nor a list .* write all_linear, or a list"
     with pytest.raises(HelmError, match=message):
-        helm.template(CHART, [ONE_NODE], [RANK_8, "run.model.adapter.target=q_proj"])
+        helm4.template(CHART, [ONE_NODE], [RANK_8, "run.model.adapter.target=q_proj"])

@@ -216,9 +216,9 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
         ),
     ],
 )
-def test_values_that_do_not_work_together_say_what_is_missing(helm: Helm, items: list[str], complaint: str) -> None:
+def test_values_that_do_not_work_together_say_what_is_missing(helm4: Helm, items: list[str], complaint: str) -> None:
     with pytest.raises(HelmError, match=complaint):
-        helm.template(CHART, [KIND], items)
+        helm4.template(CHART, [KIND], items)
 
 
 def test_a_flag_of_two_words_asks_for_gpus_as_one_of_one_word_does(helm: Helm, tmp_path: Path) -> None:

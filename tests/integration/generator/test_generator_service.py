@@ -190,14 +190,6 @@ async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
         assert await held.end() is FinishReason.LENGTH
 
 
-async def test_a_caller_that_disconnects_frees_its_slot(make_run):
-    run = await make_run(slots=1, pace=SLOW)
-    record = await run.begin()
-    stream = await run.under_way(record, make_call())
-    stream.task.cancel()
-    await run.until_status(record, "a free slot", lambda status: status.running_count == 0)
-
-
 async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_rest_continues_elsewhere(make_run):
     # The signals meet calls of twelve seconds, however late they come; the entry of the killed one must end.
     run = await make_run(pace=[[1, 0.08]], session_ttl_seconds=15.0)

@@ -88,42 +88,6 @@ async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_a
     assert later.versions == {2}
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        ("tamper", "tampered"),
-        ("truncate", "truncated"),
-        ("no_manifest", "torn"),
-        ("foreign", "foreign_architecture"),
-    ],
-)
-async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_serve(make_run, damage, reason):
-    run = await make_run()
-    record = await run.begin()
-    await run.store.policies.pin(0)
-    folder = await run.publish(1, hidden_size=64 if damage == "foreign" else 32)
-    weights = folder / "model.safetensors"
-    if damage == "tamper":
-        data = bytearray(weights.read_bytes())
-        data[-5] ^= 1
-        weights.write_bytes(data)
-    elif damage == "truncate":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif damage == "no_manifest":
-        (folder / "manifest.json").unlink()
-    await run.store.policies.pin(None)
-
-    async def refused() -> bool:
-        return await run.metric(f'rollmesh_generator_reload_failures_total{{reason="{reason}"}}') >= 1
-
-    await run.until(f"a refusal as {reason}", refused)
-    stream = run.stream(record, make_call())
-    assert await stream.end() is FinishReason.LENGTH
-    assert stream.versions == {0}
-    await run.publish(2)
-    await run.serving(2)
-
-
 async def test_a_generator_registers_the_versions_that_it_refuses_in_a_row_until_one_passes(make_run):
     run = await make_run()
     await run.begin()

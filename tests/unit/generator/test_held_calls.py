@@ -52,35 +52,6 @@ def limited(name: str, context: Int32Array | None = None, **changes: object) -> 
 
 @pytest.mark.usefixtures("_long_holds")
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "padded"])
-async def test_a_held_call_stops_at_its_limit_while_others_run_and_continues_without_a_prefill(engine_of, graphs):
-    engine = await engine_of(slots=6, max_context_tokens=400, cuda_graphs=graphs)
-    calls = [limited(f"h{i}", prompt_ids(i, 20), max_new_token_count=60) for i in range(2)]
-    free = [make_call(c.trajectory_id, c.context_ids, max_new_token_count=60) for c in calls]
-    whole = await asyncio.gather(*(collect(engine, call) for call in free))
-    prefilled = engine.status().prefill_token_total
-    held = [await Reader(engine, call).held() for call in calls]
-    # These outgrow a tier, come and go, and are moved, while the held rows lie between them.
-    prompts = [prompt_ids(9 + i, count) for i, count in enumerate((30, 30, 30, 120, 202))]
-    free = [make_call(f"f{i}", prompt, max_new_token_count=40 + 6 * i) for i, prompt in enumerate(prompts)]
-    await asyncio.gather(*(collect(engine, call) for call in free))
-    sampled = [len(reader.rollout.tokens) for reader in held]
-    assert all(LIMIT - CHUNK < count <= LIMIT for count in sampled)
-    assert engine.status().held_back_total == 2
-    assert engine.status().kv_tokens_used == 2 * 19 + sum(sampled)
-    while not all(reader.task.done() for reader in held):
-        for reader in held:
-            reader.acknowledge()
-        await asyncio.sleep(0.001)
-    for reader, one in zip(held, whole, strict=True):
-        np.testing.assert_array_equal(reader.rollout.tokens, one.tokens)
-        np.testing.assert_allclose(reader.rollout.logprobs, one.logprobs, atol=1e-4)
-    status = engine.status()
-    assert (status.reprefill_token_total, status.kv_tokens_used) == (0, 0)
-    assert status.prefill_token_total + status.cached_token_total - prefilled == 2 * 19 + 3 * 29 + 119 + 201
-
-
-@pytest.mark.usefixtures("_long_holds")
-@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "padded"])
 @pytest.mark.parametrize("seed", range(3))
 async def test_whenever_saves_are_acknowledged_the_tokens_are_the_same_and_none_beyond_the_limit(
     engine_of, graphs, seed
@@ -191,15 +162,3 @@ async def test_a_drain_waits_for_a_held_call_but_not_for_ever(engine_of, model_f
     async with asyncio.timeout(60):
         await load
         assert set((await waiting).versions) == {1}
-
-
-@pytest.mark.usefixtures("_long_holds")
-async def test_calls_held_through_a_pause_continue_and_stay_exact(engine_of, model_folder):
-    engine = await engine_of()
-    held = await Reader(engine, limited("h", max_new_token_count=2 * LIMIT)).held()
-    await engine.pause()
-    held.acknowledge()
-    assert engine.status().paused
-    await engine.resume()
-    assert await held.reason() is FinishReason.LENGTH
-    held.rollout.check_pure([model_folder()])

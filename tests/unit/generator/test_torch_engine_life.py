@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch.adapters import BASE
-from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.model_thread import step_seconds
 from rollmesh.generator.engines.torch.slots import CAPACITY, RunningCall
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
@@ -269,25 +267,6 @@ async def test_staged_weights_in_bfloat16_score_as_they_do_in_use(engine_of, mod
     staged = await engine.score([prompt_ids(3, 40)], 1)
     await engine.load(model_folder(seed=1), 1, OnNewVersion.INTERRUPT)
     np.testing.assert_array_equal(staged, await engine.score([prompt_ids(3, 40)]))
-
-
-async def test_calls_decode_while_staged_weights_are_scored(engine_of, model_folder, monkeypatch):
-    engine = await engine_of()
-    score, decoded = DecoderModel.score, threading.Event()
-
-    def held_score(self, tokens, place=BASE):
-        assert decoded.wait(60), "no call decodes while the staged weights are scored"
-        return score(self, tokens, place)
-
-    monkeypatch.setattr(DecoderModel, "score", held_score)
-    await engine.stage(model_folder(seed=1), 1)
-    scoring = asyncio.create_task(engine.score([prompt_ids(3, 40)], 1))
-    rollout = await collect(engine, make_call())
-    assert not scoring.done()
-    decoded.set()
-    (staged,) = await scoring
-    np.testing.assert_allclose(staged, hf_logprobs(model_folder(seed=1), prompt_ids(3, 40)), atol=1e-4)
-    rollout.check_pure([model_folder()])
 
 
 async def test_only_the_version_in_service_and_the_staged_one_can_be_scored_by_name(engine_of, model_folder):

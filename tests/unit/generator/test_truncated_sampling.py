@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.errors import DataError
-from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.sampling import PARAMETERS, StepSampling, sample, uniforms
 from rollmesh.types import SamplingParams
 
-from ...kit.generation import VOCAB, collect, hf_logits, hf_truncated, logprob_over, make_call, prompt_ids, start_calls
+from ...kit.generation import VOCAB, collect, hf_truncated, logprob_over, make_call, prompt_ids, start_calls
 
 DRAWS, ROWS, CHOICES = 1_000_000, 20_000, 20
 TRUNCATED = {"top_p": 0.8, "kept_tokens": VOCAB}
@@ -105,23 +103,6 @@ def test_rows_of_one_step_are_truncated_each_by_its_own_parameters() -> None:
     assert tokens[1] == tokens[3] and tokens[2] == logits[2].argmax()
 
 
-async def test_the_engine_returns_the_set_of_every_token_beside_calls_that_sample_in_full(engine_of, model_folder):
-    engine = await engine_of(slots=4)
-    changes = [TRUNCATED, {}, {"min_p": 0.3, "top_k": 9, "temperature": 0.7, "kept_tokens": 9}, {"top_p": 0.8}]
-    calls = [make_call(f"t{i}", prompt_ids(i), chunk_token_count=3 + i, **c) for i, c in enumerate(changes)]
-    rollouts = await asyncio.gather(*(collect(engine, call) for call in calls))
-    for rollout in rollouts:
-        rollout.check_pure([model_folder("qwen2")])
-    assert [any(rollout.kept) for rollout in rollouts] == [True, False, True, False]
-    for rollout in (rollouts[0], rollouts[2]):
-        logits = hf_logits(model_folder("qwen2"), rollout.ids)[-len(rollout.tokens) :]
-        for ids, row in zip(rollout.kept, hf_truncated(logits, rollout.call.sampling), strict=True):
-            assert ids == row.nonzero().flatten().tolist()
-    full = await collect(engine, calls[1])
-    np.testing.assert_array_equal(full.tokens, rollouts[1].tokens)
-    np.testing.assert_allclose(full.logprobs, rollouts[1].logprobs, atol=1e-6)
-
-
 async def test_a_truncated_rollout_interrupted_and_resumed_elsewhere_has_the_tokens_and_sets_of_a_whole_one(engine_of):
     first, second = await engine_of(slots=3), await engine_of(slots=5)
     running = await start_calls(first, 1, chunk_token_count=5, **TRUNCATED)
@@ -144,25 +125,3 @@ async def test_preempted_calls_and_prompts_from_the_cache_keep_the_sets_of_their
     found = await asyncio.gather(*(collect(tight, call) for call in calls))
     assert tight.status().preemption_total > 0 and roomy.status().cached_token_total > 0
     assert [r.kept for r in found] == [r.kept for r in wanted]
-
-
-async def test_calls_go_on_under_a_new_version_with_sets_of_its_distributions(engine_of, model_folder):
-    engine = await engine_of(slots=4)
-    running = await start_calls(engine, 3, chunk_token_count=4, **TRUNCATED)
-    await engine.load(model_folder("qwen2", seed=1), 1, OnNewVersion.KEEP_KV)
-    for rollout in await running.end():
-        assert all(token in ids for token, ids in zip(rollout.tokens.tolist(), rollout.kept, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"min_p": 1.0}, "min_p=1.0"),
-        ({"kept_tokens": -1}, "kept_tokens=-1"),
-        ({"top_k": 9, "kept_tokens": 8}, "kept_tokens=8"),
-    ],
-)
-async def test_impossible_parameters_are_refused_by_name(engine_of, changes, text):
-    engine = await engine_of()
-    with pytest.raises(DataError, match=rf"sampling\.{text}: expected"):
-        await collect(engine, make_call("wrong", **changes))
