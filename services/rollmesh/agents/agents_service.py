@@ -14,9 +14,8 @@ from typing import Any
 from rollmesh.agents.agent_session import AgentSession, EndedSession, session_ended
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.chat_format import ChatFormats
-from rollmesh.agents.connections import Drain
+from rollmesh.agents.connections import Drain, OtherReplicas
 from rollmesh.agents.openai_errors import Elsewhere, OpenAiError, gone, invalid, not_known_yet, unavailable
-from rollmesh.agents.other_replicas import OtherReplicas
 from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager, is_session_id
 from rollmesh.agents.session_rewards import Rewards

@@ -16,14 +16,12 @@ from fastapi.responses import JSONResponse
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.agents_service import OpenAiService
 from rollmesh.agents.answer_stream import AnswerInProgress, Delta
-from rollmesh.agents.connections import CLIENT_CLOSED, EventStream, unless_disconnected
+from rollmesh.agents.connections import CLIENT_CLOSED, EventStream, is_answered_here, unless_disconnected
 from rollmesh.agents.openai_answers import AnswerFormat, Choice, Endpoint
 from rollmesh.agents.openai_errors import OpenAiError, as_openai
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest
-from rollmesh.agents.other_replicas import is_answered_here
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
-from rollmesh.agents.session_address import SESSION_HEADER, named_session
-from rollmesh.agents.session_opening import session_of_call
+from rollmesh.agents.session_address import SESSION_HEADER, named_session, session_of_call
 from rollmesh.runtime.tasks import MOST_CHARACTERS, aside, cancel_and_wait
 
 _ID_PREFIXES: Mapping[Endpoint, str] = {

@@ -21,7 +21,7 @@ from rollmesh.agents.agents_service import Loops, OpenAiService
 from rollmesh.agents.connections import unless
 from rollmesh.agents.openai_errors import OpenAiError, as_openai
 from rollmesh.agents.openai_requests import RewardRequest
-from rollmesh.agents.session_opening import open_session
+from rollmesh.agents.session_address import open_session
 from rollmesh.errors import RollmeshError, StoreUnavailable
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger

@@ -25,7 +25,7 @@ from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
 from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_service import OpenAiService, openai_service
 from rollmesh.agents.answering import Answering
-from rollmesh.agents.connections import unless_disconnected
+from rollmesh.agents.connections import is_answered_here, unless_disconnected
 from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, OpenAiRoute, busy, invalid
 from rollmesh.agents.openai_requests import (
     ChatRequest,
@@ -34,11 +34,16 @@ from rollmesh.agents.openai_requests import (
     RewardRequest,
     SessionRequest,
 )
-from rollmesh.agents.other_replicas import is_answered_here
 from rollmesh.agents.responses_answers import ResponseFormat
 from rollmesh.agents.responses_requests import ResponsesRequest
-from rollmesh.agents.session_address import CLIENT_HEADER, SESSION_HEADER, SessionPaths, access_check
-from rollmesh.agents.session_opening import open_session, open_sub_agent
+from rollmesh.agents.session_address import (
+    CLIENT_HEADER,
+    SESSION_HEADER,
+    SessionPaths,
+    access_check,
+    open_session,
+    open_sub_agent,
+)
 from rollmesh.agents.session_rewards import check_repeated
 from rollmesh.checkpoints.sealing import api_token
 from rollmesh.config import RunConfig

@@ -223,26 +223,21 @@ class RecordedCalls:
         """Open a session that shares the reward of another one; OpenAiError without room for its trajectory."""
         async with parent.lock:
             parent.check()
-            return await self._open_sub_agent(parent)
-
-    async def _open_sub_agent(self, parent: AgentSession) -> AgentSession:
-        try:
-            rollout = await parent.newest.wait_ready(time.monotonic() + _PARKED_SECONDS)
-            fork = await self._fork(parent, rollout)
-            if fork.leased is None:
-                limit = "pool" if fork.status is ForkStatus.POOL_FULL else "group (curriculum.most_members)"
-                raise too_many(f"parent: the {limit} has no room for another trajectory", "no_room")
-        except LetGo as error:
-            raise gone(f"the session has ended: {error}", "session_ended") from error
-        session = self._session_manager.add_sub_agent(parent, fork.leased.trajectory.trajectory_id)
-        try:
-            await session.newest.save_mark(await session.newest.wait_ready(time.monotonic() + _PARKED_SECONDS))
-        except BaseException as error:
-            self._session_manager.end(session, "given_up")  # nobody has heard of it
-            if isinstance(error, LetGo):
+            try:
+                rollout = await parent.newest.wait_ready(time.monotonic() + _PARKED_SECONDS)
+                fork = await self._fork(parent, rollout)
+                if fork.leased is None:
+                    limit = "pool" if fork.status is ForkStatus.POOL_FULL else "group (curriculum.most_members)"
+                    raise too_many(f"parent: the {limit} has no room for another trajectory", "no_room")
+                session = self._session_manager.add_sub_agent(parent, fork.leased.trajectory.trajectory_id)
+                try:
+                    await session.newest.save_mark(await session.newest.wait_ready(time.monotonic() + _PARKED_SECONDS))
+                except BaseException:
+                    self._session_manager.end(session, "given_up")  # nobody has heard of it
+                    raise
+                return session
+            except LetGo as error:
                 raise gone(f"the session has ended: {error}", "session_ended") from error
-            raise
-        return session
 
     async def _fork(self, session: AgentSession, rollout: RolloutContext) -> Fork:
         """Open another trajectory; without room, the result has none. OpenAiError if a pause outlasts the wait."""

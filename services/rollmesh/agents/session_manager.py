@@ -21,8 +21,7 @@ from rollmesh.agents.agent_session import (
     SessionTrajectory,
 )
 from rollmesh.agents.agents_metrics import SESSION_STATES, OpenAiMetrics
-from rollmesh.agents.evaluation_sessions import EvaluationSessions
-from rollmesh.agents.waiting_agents import WaitingAgents
+from rollmesh.agents.waiting_agents import EvaluationSessions, WaitingAgents
 from rollmesh.config.rollout import RolloutConfig
 from rollmesh.errors import Conflict
 from rollmesh.runtime.health import Waits

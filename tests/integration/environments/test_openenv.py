@@ -9,7 +9,7 @@ from aiohttp import web
 
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentFailed, EnvironmentReply, environment_factory
-from rollmesh.tasks.environments.openenv_session import OpenEnvFailed
+from rollmesh.tasks.environments.openenv import OpenEnvFailed
 from rollmesh.types import Prompt
 
 from ...kit.openenv_server import openenv_server

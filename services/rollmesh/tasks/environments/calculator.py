@@ -15,6 +15,7 @@ from fractions import Fraction
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
+from rollmesh.tasks.verifiers.extraction import last_tag
 from rollmesh.types import Prompt
 
 LONGEST_EXPRESSION = 200
@@ -53,18 +54,15 @@ class CalculatorEnvironment:
             raise ConfigError(f"rollout.environment_options.reply: {reply!r} must contain {{result}}")
         if not tag.isidentifier():
             raise ConfigError(f"rollout.environment_options.tag: {tag!r} must be an identifier")
-        self._reply = reply
-        self._open, self._close = f"<{tag}>", f"</{tag}>"
+        self._reply, self._tag = reply, tag
 
     async def reset(self, prompt: Prompt) -> None:
         """Do nothing: the calculator keeps no state."""
 
     async def step(self, response_text: str, idempotency_key: str) -> EnvironmentReply:
-        end = response_text.rfind(self._close)
-        start = response_text.rfind(self._open, 0, end) if end >= 0 else -1
-        if start < 0:
+        expression = last_tag(response_text, self._tag)
+        if expression is None:
             return EnvironmentReply(text="", done=True)
-        expression = response_text[start + len(self._open) : end]
         try:
             result = format_value(evaluate(expression))
         except ArithmeticRejected as error:

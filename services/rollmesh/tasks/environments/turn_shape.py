@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentFailed, EnvironmentReply
+from rollmesh.tasks.verifiers.extraction import last_tag
 from rollmesh.tasks.verifiers.verifier_protocol import short_repr
 from rollmesh.types import Prompt
 
@@ -54,14 +55,10 @@ class TurnShape:
 
     def action_text(self, turn: str) -> str:
         """Return what the last closed tag of a turn contains, or the turn. Raises UnreadableAction without a tag."""
-        if not self.tag:
-            return turn.strip()
-        close = f"</{self.tag}>"
-        end = turn.rfind(close)
-        start = turn.rfind(f"<{self.tag}>", 0, end) if end >= 0 else -1
-        if start < 0:
-            raise UnreadableAction(f"no <{self.tag}>...{close} in the turn")
-        return turn[start + len(self.tag) + 2 : end].strip()
+        action = last_tag(turn, self.tag) if self.tag else turn.strip()
+        if action is None:
+            raise UnreadableAction(f"no <{self.tag}>...</{self.tag}> in the turn")
+        return action
 
     def reset_of(self, prompt: Prompt) -> tuple[int, dict[str, Any]]:
         """Return the seed of a prompt's reset and the ``reset_fields`` of its row. Raises DataError if one is missing.

@@ -248,9 +248,7 @@ def _token_ids(value: Any, messages: list[Mapping[str, Any]] | None, settings: S
     elif isinstance(value, str):
         found = tokenizer.encode(value, special_tokens=True)
     elif isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-        for at, token in enumerate(value):
-            if not 0 <= token < tokenizer.vocab_size:
-                raise DataError(f"token_ids[{at}]: id {token} is outside the vocabulary [0, {tokenizer.vocab_size})")
+        tokenizer.check_range(np.array(value, object))
         found = np.array(value, np.int32)
     else:
         raise DataError(f"expected text, chat messages or token ids, got {short_repr(value)}")
