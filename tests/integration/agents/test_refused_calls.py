@@ -1,4 +1,4 @@
-"""Rewards of agents that cannot count."""
+"""Bad input of agents: each a typed error, with nothing lost of the session."""
 
 from __future__ import annotations
 
@@ -8,8 +8,45 @@ from typing import Any
 import openai
 import pytest
 
-from .agent_client import Agent, http_of
+from .agent_client import Agent, http_of, state
 from .agent_mesh import AgentMesh
+from .tool_model import ADD, QUESTION
+
+
+async def test_what_a_call_gets_wrong_is_named_and_the_session_goes_on(tools_mesh: AgentMesh) -> None:
+    async with tools_mesh.api() as api, http_of(api) as http:
+        told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
+        key = {"Authorization": f"Bearer {told['api_key']}"}
+        properties = {f"p{n}": {"type": "string"} for n in range(40_000)}  # a megabyte
+        big = {"name": "big", "parameters": {"type": "object", "properties": properties}}
+        tools, json_format = [{"type": "function", "function": big}], {"type": "json_object"}
+
+        async def call(*messages: dict[str, Any], **fields: Any) -> tuple[int, Any]:
+            body = {"model": told["model"], "messages": [QUESTION, *messages], "tools": [ADD], **fields}
+            answer = await http.post("/chat/completions", json=body, headers=key)
+            return answer.status_code, answer.json()
+
+        def result(call_id: str, text: str) -> dict[str, Any]:
+            return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+        _, answer = await call()
+        said = answer["choices"][0]["message"]
+        known = [said, *[result(c["id"], text) for c, text in zip(said["tool_calls"], ("5", "five"), strict=True)]]
+        before = await state(http, told["id"])
+        for (status, answer), expected, code, param in (
+            (await call(said, result("nobody", "5")), 400, None, "messages.2.tool_call_id"),
+            (await call(said, known[1], known[1]), 400, None, "messages.3.tool_call_id"),
+            (await call(*known, tools=tools), 400, "context_length_exceeded", "messages"),
+            (await call(messages=[{"role": "user", "content": "x" * 10_000_000}]), 413, None, "body"),
+            (await call(*known, model="gpt-4"), 404, "model_not_found", "model"),
+            (await call(*known, response_format=json_format), 400, "unsupported_parameter", "response_format"),
+        ):  # fmt: skip
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (expected, code, param), answer
+        after = await state(http, told["id"])
+        assert (after["trajectories"], after["drift_count"]) == (before["trajectories"], 0)
+        status, answer = await call(*known)
+        assert status == 200 and "It is 5." in answer["choices"][0]["message"]["content"]
+        assert (await state(http, told["id"]))["drift_count"] == 0
 
 
 async def test_a_reward_that_cannot_count_is_refused_and_the_one_that_does_counts_once(
