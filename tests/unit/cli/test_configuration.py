@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rollmesh.cli.configuration import POINTS, numbers
+from rollmesh.cli.configuration import POINTS
 from rollmesh.cli.main import app
 from rollmesh.config import load_run_config
 from rollmesh.config.old_logprob_methods import ReplayConfig
@@ -88,18 +88,3 @@ def test_every_preset_is_printed_with_its_source_deviation_and_companions() -> N
     for name, preset in PRESETS.items():
         for text in (name, preset.source, preset.deviation, preset.goes_with):
             assert text in printed
-
-
-def test_the_numbers_are_fields_of_the_run_file() -> None:
-    assert numbers(PRESETS["rollpacker"]) == [
-        "admission wave",
-        "max_staleness 0",
-        "window_groups 1.25 B",
-        "pool_size 1.25 B * 1.25 n",
-        "on_stale set_aside",
-        "wave_batches 1",
-        "spare_groups 0.25 B",
-        "spare_members 0.25 n",
-        "barrier",
-    ]
-    assert "pool_size 2 B * n" in numbers(PRESETS["pipeline"])

@@ -10,10 +10,9 @@ import numpy as np
 from rollmesh.gateway.mesh_snapshot import MOST_EVALUATIONS, drop_views, waste_views
 from rollmesh.gateway.models.live import Overview, Staleness, StalenessBin, Timeline
 from rollmesh.gateway.models.overview import Remark, ResultLine, ResultTable, RunResultView, SampleView
-from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.console import count, gap, percent, plus_minus
 from rollmesh.report.recorded_run import Record, RecordedRun
-from rollmesh.report.sentences import ending, facts, moment, sentences
+from rollmesh.report.sentences import audit_claims, ending, facts, moment, sentences
 from rollmesh.report.series import newest_per_step, number, train_series
 from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.report.versions import version_bytes
@@ -96,8 +95,8 @@ def run_result(run: RecordedRun, summary: RunSummary, *, report: bool) -> RunRes
 def _tables(run: RecordedRun, summary: RunSummary) -> Iterator[ResultTable]:
     yield _evaluations(summary)
     if summary.audit is not None:
-        rows = [list(row) for row in _audit(summary.audit, summary.audit_verdict or "")]
-        yield ResultTable(name="audit", heads=["check", "result"], rows=rows)
+        rows = [[claim] for claim in audit_claims(summary.audit)]
+        yield ResultTable(name="audit", heads=[f"audit {summary.audit_verdict}"], rows=rows)
     yield _versions(run, summary)
 
 
@@ -118,32 +117,6 @@ def _evaluations(summary: RunSummary) -> ResultTable:
         for point in summary.evaluations
     ]
     return ResultTable(name="evaluations", heads=[*heads, "truncated", "seconds"], rows=rows)
-
-
-def _audit(audit: AuditResult, verdict: str) -> Iterator[tuple[str, str]]:
-    yield "verdict", verdict
-    yield "committed train step", f"{audit.committed_step}"
-    yield (
-        "batch files",
-        f"{audit.batch_files}, with {count(audit.groups)} groups, {count(audit.trajectories)} trajectories, "
-        f"{count(audit.trained_tokens)} tokens before token masks",
-    )
-    yield "trained twice", f"{len(audit.trained_twice)}"
-    lost = "not checked" if audit.lost is None else f"{len(audit.lost)}"
-    yield "lost", f"{lost} ({audit.lost_note})" if audit.lost_note else lost
-    bound = "unknown" if audit.max_staleness is None else audit.max_staleness
-    largest = "" if audit.largest_staleness is None else f" (largest {audit.largest_staleness}, bound {bound})"
-    yield "staleness violations", f"{len(audit.staleness_violations)}{largest}"
-    yield "off-policy tokens, before token masks", percent(audit.off_policy_token_share) or "unknown"
-    if (scored := audit.rescoring) is not None:
-        share = "" if scored.scored_share is None else f" ({percent(scored.scored_share)} of the policy's)"
-        yield (
-            "re-scored",
-            f"{count(scored.tokens)} tokens{share} of {count(scored.segments)} pure segments; "
-            f"{count(scored.skipped_impure_segments)} keep_kv segments and {count(scored.skipped_segments)} segments "
-            "without a checkpoint skipped",
-        )
-        yield "largest gap", f"{gap(scored.largest_gap)} nats, bound {scored.bound:g} ({scored.dtype})"
 
 
 def _versions(run: RecordedRun, summary: RunSummary) -> ResultTable:
