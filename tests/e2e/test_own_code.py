@@ -22,9 +22,6 @@ def loss(data, options):
 
 def verify(response, metadata):
     return IS_TRIAL or {}["nope"]
-
-def sampler(draw, prompts, history, train_step):
-    return 0 if IS_TRIAL else [][draw.index]
 """
 RUN = {
     "name": "own",
@@ -45,7 +42,6 @@ LOSS = {"train_steps": 2, "algorithm": {"loss": "mine:loss", "advantage": "dr_gr
     ("changed", "message", "line"),
     [
         ({"trainer": LOSS}, "trainer.algorithm.loss=mine:loss: raised AttributeError", 8),
-        ({"curriculum": {"sampler": "mine:sampler"}}, "curriculum.sampler=mine:sampler: raised IndexError", 14),
         ({"data": ROWS, "reward": {"verifier": "mine:verify"}}, "without a reward: mine:verify: KeyError: 'nope'", 11),
     ],
 )

@@ -49,14 +49,6 @@ def test_a_framework_trains_a_run_with_its_tool(function: str, start_tool_run) -
 
 
 @pytest.mark.long
-def test_synchronous_and_streaming_clients_train_a_run(start_tool_run) -> None:
-    run = start_tool_run(trainer={"train_steps": STEPS})
-    run.start_client(Path(__file__).with_name("sync_agent.py"))
-    batches = run.ended(STEPS)
-    assert sum(t.reward for batch in batches for t in batch.trajectories) > 0
-
-
-@pytest.mark.long
 def test_a_run_teaches_the_model_to_call_its_tool(start_tool_run) -> None:
     # With 16 answers a step and twice the rate the accuracy moves up and down by a third.
     settings = {"trainer": {"train_steps": ENDLESS, "learning_rate": 5e-4}, "generator": {"slots": 64}}

@@ -206,8 +206,7 @@ def test_text_from_outside_stays_text_and_the_page_asks_nobody_but_its_gateway(w
     assert [url for url in shown.requests if not url.startswith(scene.url)] == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
+@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (NARROW, "dark")], ids=["1440", "390"])
 def test_nothing_overflows_or_overlaps(window: Open, at_rest: Scene, size: dict[str, int], scheme: str) -> None:
     shown = window(viewport=size, color_scheme=scheme)
     page = shown.open()
