@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +14,32 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from rollmesh.runtime.addresses import free_port
+from rollmesh.store.evaluation_requests import evaluation_request
+from rollmesh.store.queue_types import EvalResult
 
 from .agent_client import Agent, http_of, state
-from .agent_mesh import TOKEN, AgentMesh, agents_process
-from .evaluations import request, result_of
+from .agent_mesh import TOKEN, AgentMesh, agents_process, write_model
+
+
+async def request(mesh: AgentMesh, version: int) -> None:
+    await mesh.store.evaluations.request(evaluation_request(mesh.config.evaluation, version))
+
+
+async def result_of(mesh: AgentMesh, version: int) -> EvalResult:
+    found: list[EvalResult] = []
+
+    async def finished() -> bool:
+        records = await mesh.store.evaluations.all()
+        found.extend(r.result for r in records if r.result is not None and r.request.policy_version == version)
+        return bool(found)
+
+    await mesh.until(f"the evaluation of version {version}", finished)
+    return found[0]
+
 
 EVALUATION = {"kind": "evaluation", "wait_seconds": 90}
 
@@ -195,3 +217,60 @@ async def test_an_evaluation_whose_service_is_killed_begins_again_with_the_next_
             result = await result_of(mesh, 0)
     assert rows == {"eval-0", "eval-1"}
     assert (result.mean, result.sample_count, result.discarded_count) == (1.0, 2, 0)
+
+
+JUDGE = """
+import random
+
+async def rollout(client, row):
+    await client.chat.completions.create(model=row["model"], messages=row["messages"])
+    return float(row["task"]["answer"]) if row["kind"] == "evaluation" else random.random()
+"""
+
+
+def rows(file: Path, answers: list[float]) -> Path:
+    told = [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in answers]
+    file.write_text("\n".join(map(json.dumps, told)))
+    return file
+
+
+def run_file(parent: Path) -> Path:
+    source = {"type": "jsonl", "path": str(rows(parent / "tasks.jsonl", [0, 1])), "chat": True}
+    (parent / "judge.py").write_text(JUDGE)
+    data = {
+        "name": "hosted",
+        "folder": str(parent / "run"),
+        "model": {"path": str(write_model(parent / "model", 0))},
+        "data": {"source": source, "max_prompt_tokens": 64, "held_out_ratio": 0},
+        "rollout": {"program": "agent", "agent": {"function": "judge:rollout"}, "max_new_tokens": 24},
+        "reward": {"verifier": "exact"},
+        "schedule": {"groups_per_batch": 1, "group_size": 2, "pool_size": 4},
+        "generator": {"replicas": 1, "slots": 8, "max_context_tokens": 128, "device": "cpu"},
+        "trainer": {"train_steps": 1, "device": "cpu"},
+        "evaluation": {"before_and_after": True, "prompt_count": 3},
+        "gateway": {"enabled": False},
+        "agents": {"port": 0},
+    }
+    (parent / "run.yaml").write_text(yaml.safe_dump(data))
+    return parent / "run.yaml"
+
+
+def rollmesh(*arguments: str, parent: Path) -> str:
+    command = [sys.executable, "-m", "rollmesh.cli.main", *arguments]
+    done = subprocess.run(command, cwd=parent, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_hosted_function_is_evaluated_before_and_after_its_run_and_on_other_rows(tmp_path: Path) -> None:
+    file, run = run_file(tmp_path), tmp_path / "run"
+    rollmesh("up", str(file), "--inline", parent=tmp_path)
+    scores = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [(score["policy_version"], score["mean"], score["n"]) for score in scores] == [(0, 0.5, 2), (1, 0.5, 2)]
+
+    other = rows(tmp_path / "other.jsonl", [0.25, 0.5, 0.75])
+    score = json.loads(rollmesh("eval", str(run), "--version", "0", "--data", str(other), "--json", parent=tmp_path))
+    assert (score["policy_version"], score["mean"], score["n"]) == (0, 0.5, 3)
+    # The standard deviation of three values that are 1/4 apart is 1/4.
+    assert score["standard_error"] == pytest.approx(0.25 / 3**0.5)
+    assert not list(run.glob("evaluation-*"))

@@ -176,16 +176,6 @@ def test_alternatives_of_a_token_are_refused_with_the_value_to_send(
     assert "only the log-probability of the sampled token is known: send 0" in str(error)
 
 
-@pytest.mark.parametrize("prompts", [["hello", "world"], [[1, 2], [3]], ["hello"], [[1]]])
-def test_every_prompt_of_a_list_is_a_context_of_its_own(prompts: list[Any], config: Any, tokenizer: Tokenizer) -> None:
-    request = CompletionRequest.model_validate({**TEXT, "prompt": prompts})
-    assert request.prompt_count == len(prompts)
-    for index, prompt in enumerate(prompts):
-        alone = request_of(CompletionRequest.model_validate({**TEXT, "prompt": prompt}), config, tokenizer)
-        parsed = request_of(request, config, tokenizer, index)
-        assert parsed.whole_ids().tolist() == alone.whole_ids().tolist()
-
-
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [
@@ -227,11 +217,6 @@ def test_limits_and_defaults_are_those_of_openai() -> None:
     assert CompletionRequest.model_validate(TEXT).token_limit == 16
     assert ChatRequest.model_validate({**CHAT, "stop": "x"}).stops == ("x",)
     assert CompletionRequest.model_validate({**TEXT, "logprobs": 0}).wants_logprobs
-
-
-@pytest.mark.parametrize(("name", "version"), [("trial", None), ("trial@0", 0), ("trial@17", 17)])
-def test_a_model_is_the_run_or_one_of_its_versions(name: str, version: int | None) -> None:
-    assert read_model(name, "trial") == version
 
 
 @pytest.mark.parametrize("name", ["gpt-4", "trial@", "trial@-1", "trial@1.5", "trial@latest", "", "trial@" + "9" * 30])

@@ -110,12 +110,6 @@ def test_the_prompt_carries_its_text_and_what_the_verifier_needs() -> None:
     assert prompt.verifier == "countdown"
 
 
-@pytest.mark.parametrize("index", [-1, 1 << 20])
-def test_an_index_outside_the_epoch_is_an_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"countdown: no position .epoch 0, index {index}"):
-        source().prompt(0, index)
-
-
 @pytest.mark.parametrize(("low", "high"), [(1, 5), (6, 5), (5, 10)])
 def test_impossible_sizes_are_refused_with_the_values(low: int, high: int) -> None:
     with pytest.raises(ConfigError, match=f"min_numbers={low}, max_numbers={high}"):
