@@ -156,3 +156,32 @@ async def test_replays_sent_again_after_a_lost_reply_open_once(store: Trajectory
 async def opened(store: TrajectoryStore) -> list[str]:
     open_groups = store.connection.keys.single("open")
     return [group_id.decode() for group_id in await store.connection.command("ZRANGE", open_groups, 0, -1)]
+
+
+async def test_a_trajectory_that_begins_again_at_every_lease_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=3, groups=1)
+    for attempt, tokens in ((1, 2), (1, 3), (2, 4), (3, 5)):
+        leased = (await store.trajectories.lease(mesh.session, 1))[0]
+        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt)
+        await store.trajectories.restart(mesh.session, ["e0-0.0"])
+        await mesh.append("e0-0.0", 0, tokens)
+        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    assert await mesh.lease_ids(1) == ["e0-0.1"]
+    letters = await store.dead_letters.newest()
+    assert [(letter.trajectory_id, letter.reason) for letter in letters] == [("e0-0.0", "max_attempts")]
+
+
+async def test_a_finished_trajectory_that_no_service_can_score_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=2, groups=1, leased=2)
+    await mesh.append("e0-0.1", 0, 4)
+    await mesh.finish("e0-0.0", 0, 3)
+    await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    for attempt, reason in ((1, ReleaseReason.FAILED), (2, ReleaseReason.DRAINED), (2, ReleaseReason.FAILED)):
+        assert [t.attempt for t in await store.trajectories.lease_scoring(mesh.session, 4)] == [attempt]
+        await store.trajectories.release(mesh.session, ["e0-0.0"], reason)
+    assert await store.trajectories.lease_scoring(mesh.session, 4) == []
+    (letter,) = await store.dead_letters.newest()
+    assert (letter.trajectory_id, letter.reason, letter.attempts) == ("e0-0.0", "max_attempts to score it", 2)
+    assert letter.token_count == 3
+    view = await store.mesh.view()
+    assert (view.finished, view.pending) == (0, 1), "a replacement waits"

@@ -177,3 +177,21 @@ async def test_a_group_that_ends_again_after_a_restore_is_drawn_once_by_the_next
     await reassert(mesh, {1: (["e0-1"], first), 2: (["e0-0"], second)}, cursor=2)
     after = await store.prompt_records.domain_totals()
     assert {name: found.drawn for name, found in after.items()} == {name: 1 for name in DOMAINS}
+
+
+async def test_a_replayed_dead_letter_counts_as_drawn_once_through_a_restore(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, keeps_history=True, max_attempts=1)
+    await admit(mesh, 1)
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
+    unasked = await copy_of_keys(store)
+    replay = await store.dead_letters.replay("e0-0.0")
+    await open_replay(mesh)
+    replayed = await copy_of_keys(store)
+    await end(mesh, replay)
+    file = {1: ([replay], await mesh.train(1, [replay]))}
+    before = await store.prompt_records.domain_totals()
+    assert before["algebra"].drawn == 2
+    for restored in (unasked, replayed):
+        await put_back(store, restored)
+        await reassert(mesh, file, cursor=1)
+        assert await store.prompt_records.domain_totals() == before

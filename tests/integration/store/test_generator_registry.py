@@ -11,7 +11,8 @@ from rollmesh.errors import NoGenerator
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.types import GeneratorRecord, GeneratorWork, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
-from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
+from rollmesh.worker.routing import Placement
 
 from ...kit.records import generator_record
 from ...kit.waiting import reached
@@ -271,3 +272,26 @@ async def test_a_clock_that_was_set_back_does_not_prolong_a_lease(store: Traject
     for token in ("killed", "also killed"):
         await store.connection.command("ZINCRBY", key, 3_600_000, token)
     await reached(lambda: granted(store, "next", ttl=0.2))
+
+
+async def test_a_pool_that_places_by_tokens_counts_what_calls_begin_with_sample_and_take_along(
+    store: TrajectoryStore,
+) -> None:
+    generators = GeneratorPool(store.generators, placement=Placement.TOKENS)
+    for name in "ab":
+        await store.generators.register(record(name, slots=64), TTL)
+    await generators.refresh()
+
+    async def seat(number: int, saved: int = 0) -> GeneratorSlot:
+        waiter = held(number)
+        waiter.add(segment(saved))
+        return (await generators.acquire(waiter)).__enter__()
+
+    first = await seat(0)
+    first.grow(300)
+    await seat(1)
+    second = await seat(2, saved=400)
+    seats = [second, await seat(3)]
+    generators.leave(second)
+    seats.append(await seat(4))
+    assert [slot.record.instance_id for slot in (first, *seats)] == ["a", "b", "a", "b"]

@@ -13,6 +13,7 @@ from rollmesh.store import Finish, LeasedTrajectory, ReleaseReason, Score, Traje
 from rollmesh.types import FinishReason, ForkStatus
 
 from .store_mesh import UNSCORABLE, Mesh, group, held, scored, segment
+from .stored_keys import read_truth
 
 
 async def test_a_reward_that_is_not_a_number_is_an_error_of_the_caller(store: TrajectoryStore) -> None:
@@ -188,3 +189,91 @@ async def test_a_replayed_dead_letter_is_shaped_like_every_group(store: Trajecto
             assert leased.plan == {}
             await mesh.complete(leased, float(leased.trajectory.member_index))
     assert (await undecided(mesh)).group_id == replay
+
+
+async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, filter_zero_variance=True, groups=4)
+    values = [1.0, 1.0, 0.0, -0.0, 0.0, 1.0, 0.5, 0.5]
+    for leased, value in zip(await store.trajectories.lease(mesh.session, 8), values, strict=True):
+        await mesh.complete(leased, value)
+    view = await store.mesh.view()
+    assert (view.admitted_unconsumed, view.filtered_in_a_row) == (1, 1)
+    assert [g.group_id for g in view.ready] == ["e0-2"]
+    assert (await store.mesh.counts()).drops == {"filtered_all_right": 2, "filtered_all_wrong": 1}
+    assert await store.ledger.dropped_groups() == {
+        "e0-0": "filtered_all_right",
+        "e0-1": "filtered_all_wrong",
+        "e0-3": "filtered_all_right",
+    }
+    assert await store.mesh.live_groups() == ["e0-2"]
+
+
+async def test_the_ledger_names_the_decile_of_a_dropped_length(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups=12)
+    leased = await store.trajectories.lease(mesh.session, 24)
+    for at, item in enumerate(leased[:20]):
+        await mesh.finish(item.trajectory.trajectory_id, 0, 2 ** (1 + at // 2))
+    await mesh.append("e0-10.0", 0, 2000)
+    await mesh.append("e0-11.0", 0, 1)
+    assert await store.leadership.evict(mesh.leader, ["e0-10", "e0-11", "e0-10", "unknown"], "stale") == 2
+    assert await mesh.append("e0-11.0", 1, 2) == WriteStatus.LOST
+    assert [d.length_decile for d in await store.ledger.drops()] == [9, 0]
+
+
+async def finish_group(mesh: Mesh, index: int, *lengths: int) -> None:
+    for member, tokens in enumerate(lengths):
+        trajectory_id = f"e0-{index}.{member}"
+        assert await mesh.finish(trajectory_id, 0, tokens) == 1
+        assert await mesh.score(trajectory_id, float(member)) == 1
+
+
+async def test_the_shortest_groups_are_listed_although_many_were_admitted_before_them(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups_per_batch=1, groups=6, leased=12)
+    for index in range(6):
+        await finish_group(mesh, index, 20 - index, 20 - index)
+    admitted = [g.group_id for g in (await store.mesh.view()).ready]
+    assert admitted == ["e0-0", "e0-1"], "a list has two batches"
+    shortest = [(g.group_id, g.token_count) for g in (await store.mesh.view(shortest=True)).ready]
+    assert set(shortest) == {("e0-0", 40), ("e0-1", 38), ("e0-4", 32), ("e0-5", 30)}
+
+
+async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups=1)
+    first, second = await store.trajectories.lease(mesh.session, 2)
+    fork = await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, "a")
+    assert fork.status is ForkStatus.FORKED and fork.leased is not None
+    child = fork.leased
+    assert child.trajectory.trajectory_id == "e0-0.2"
+    assert child.trajectory.prompt.token_ids.tolist() == first.trajectory.prompt.token_ids.tolist()
+    assert (child.attempt, child.trajectory.segments) == (1, ())
+    assert (await store.mesh.view()).leased == 3
+    assert (await read_truth(store)).problems == []
+
+    await mesh.complete(first, 1.0)
+    await mesh.complete(second, 0.0)
+    assert (await store.mesh.view()).ready_groups == 0
+    await mesh.complete(child, 1.0)
+    view = await store.mesh.view()
+    assert view.ready_groups == 1
+    await store.leadership.cut(mesh.leader, 1, [group.group_id for group in view.ready])
+    batch = await mesh.claim(1)
+    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.0", "e0-0.1", "e0-0.2"]
+
+
+async def test_a_member_with_forks_that_gets_no_score_has_one_replacement(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1, needed=4)
+    first, *others = await store.trajectories.lease(mesh.session, 4)
+    forks = [await store.trajectories.fork(mesh.session, first.trajectory.trajectory_id, nonce) for nonce in "ab"]
+    for each in (first, *(fork.leased for fork in forks if fork.leased)):
+        await mesh.complete(each, None)
+    counts = (await store.mesh.counts()).totals
+    assert (counts["unscorable_total"], counts["replacements_total"]) == (3, 1)
+    assert (await read_truth(store)).problems == []
+    (replacement,) = await store.trajectories.lease(mesh.session, 8)
+    for value, each in enumerate((*others, replacement)):
+        await mesh.complete(each, float(value))
+    (ready,) = (await store.mesh.view()).ready
+    await store.leadership.cut(mesh.leader, 1, [ready.group_id])
+    batch = await mesh.claim(1)
+    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.1", "e0-0.2", "e0-0.3", "e0-0.6"]

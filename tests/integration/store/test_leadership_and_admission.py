@@ -268,3 +268,18 @@ async def test_a_tombstone_past_a_restored_cursor_moves_no_floor(store: Trajecto
     groups = [group(i) for i in range(5)]
     assert await store.leadership.admit(mesh.leader, groups, Cursor(), Cursor(index=5)) == 3
     assert sorted(await store.mesh.live_groups()) == ["e0-0", "e0-1", "e0-2"]
+
+
+async def test_admission_moves_the_cursor_once(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    assert await store.leadership.admit(mesh.leader, [group(0), group(1)], Cursor(), Cursor(index=2)) == 2
+    with pytest.raises(Conflict, match="cursor"):
+        await store.leadership.admit(mesh.leader, [group(0)], Cursor(), Cursor(index=1))
+    assert (
+        await store.leadership.admit(
+            mesh.leader, [group(1), group(0, epoch=1)], Cursor(index=2), Cursor(epoch=1, index=1)
+        )
+        == 1
+    )
+    assert await store.leadership.cursor() == Cursor(epoch=1, index=1)
+    assert (await store.mesh.view()).open_groups == 3

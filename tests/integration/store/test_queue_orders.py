@@ -134,3 +134,32 @@ async def test_admission_order_reads_and_ranks_nothing(store: TrajectoryStore) -
     await ranking.measure()
     groups = [group(0), group(1)]
     assert await ranking.ranked(groups) == groups
+
+
+async def partials(mesh: Mesh) -> None:
+    """Groups 0 to 2 in blocks of 2; sibling 1 of groups 0 and 1 has ended after 20 and 9 tokens."""
+    await admit(mesh, [group(i) for i in range(3)])
+    await lease(mesh)
+    for trajectory_id, tokens in (("e0-0.1", 20), ("e0-1.1", 9)):
+        await mesh.finish(trajectory_id, 0, tokens)
+        await mesh.score(trajectory_id, 1.0)
+    for trajectory_id, tokens in (("e0-0.0", 3), ("e0-1.0", 8), ("e0-2.0", 30), ("e0-2.1", 70)):
+        await mesh.append(trajectory_id, 0, tokens)
+    await mesh.store.trajectories.release(mesh.session, ["e0-2.0", "e0-0.0", "e0-1.0", "e0-2.1"], ReleaseReason.DRAINED)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (ResumeOrder.ADMISSION, ["e0-0.0", "e0-1.0", "e0-2.0", "e0-2.1"]),
+        (ResumeOrder.MOST_TOKENS, ["e0-1.0", "e0-0.0", "e0-2.1", "e0-2.0"]),
+        (ResumeOrder.NEAREST_END, ["e0-1.0", "e0-0.0", "e0-2.0", "e0-2.1"]),
+    ],
+)
+async def test_partial_trajectories_continue_in_the_resume_order(
+    store: TrajectoryStore, order: ResumeOrder, expected: list[str]
+) -> None:
+    mesh = await Mesh.start(store, resume_order=order)
+    await partials(mesh)
+    await admit(mesh, [replace(group(3), start_rank=0)])
+    assert (await lease(mesh))[:4] == expected, "new trajectories come after all of them"
