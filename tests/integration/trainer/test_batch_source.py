@@ -81,14 +81,21 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
         assert run.checkpoints.batch_steps() == []
 
 
+async def session_of(run: TrainerRun, trained_step: int) -> TrainingSession:
+    """The session of a trainer that starts after this step, as far as its first call."""
+    catalog, metrics = PolicyCatalog(run.checkpoints), TrainerMetrics(Metrics("trainer"))
+    session = TrainingSession(run.store, run.checkpoints, catalog, metrics, Shutdown())
+    await session.open("trainer", run_limits(run.config))
+    await session.begin(trained_step)
+    return session
+
+
 async def _batch_source(run: TrainerRun) -> BatchSource:
     """That of a trainer which has begun its session, without replay."""
-    shutdown, metrics, catalog = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
-    session = TrainingSession(run.store, run.checkpoints, catalog, metrics, shutdown)
-    await session.open("trainer", run_limits(run.config))
-    await session.begin(0)
+    session = await session_of(run, 0)
+    catalog, retry = session._catalog, Retry(session._metrics, Health(), session._shutdown)
     replay = ReplaySource(None, run.checkpoints, catalog, Progress(), 0, 20)
-    return BatchSource(session, run.checkpoints, catalog, Retry(metrics, Health(), shutdown), replay, _settings)
+    return BatchSource(session, run.checkpoints, catalog, retry, replay, _settings)
 
 
 def _settings(train_step: int) -> StepSettings:
@@ -127,14 +134,6 @@ async def filter_a_group(run: TrainerRun) -> None:
     run.cuts = before
 
 
-async def open_trainer(run: TrainerRun) -> None:
-    """A trainer that starts after the last step, as far as its first call."""
-    metrics, catalog = TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
-    session = TrainingSession(run.store, run.checkpoints, catalog, metrics, Shutdown())
-    await session.open("late", run_limits(run.config))
-    await session.begin(3)
-
-
 async def test_every_group_is_in_one_batch_file_and_an_empty_redis_gets_the_history_back(runs: Runs) -> None:
     async with runs(
         schedule={"start_order": "longest_expected", "filter_zero_variance": True}, trainer={"train_steps": 3}
@@ -160,5 +159,5 @@ async def test_every_group_is_in_one_batch_file_and_an_empty_redis_gets_the_hist
 
         await run.store.connection.command("FLUSHALL")
         for _ in range(2):
-            await open_trainer(run)
+            await session_of(run, 3)
             assert await records(run) == before

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import Append, Finish, NewGroup, Score, TokenDigest
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
+from rollmesh.store import Append, Finish, TokenDigest
+from rollmesh.types import FinishReason, Segment
 
 from .trainer_run import GROUPS, MEMBERS, VOCABULARY, Runs, TrainerRun
 
@@ -42,7 +41,8 @@ async def _weights_after_stages(runs: Runs, name: str, *, kill_at: str = "", ran
     ) as run:
         run.start(ranks)
         await run.until_version(0)
-        batches = await _admit(run)
+        admitted = await run.admit(STAGES * GROUPS)
+        batches = [admitted[at : at + GROUPS] for at in range(0, len(admitted), GROUPS)]
         session = await run.store.sessions.open("feeder")
         for stage in range(STAGES):
             leased = await run.store.trajectories.lease(session, STAGES * GROUPS * MEMBERS)
@@ -78,26 +78,6 @@ async def _weights_after_stages(runs: Runs, name: str, *, kill_at: str = "", ran
         return await run.last_weights()
 
 
-async def _admit(run: TrainerRun) -> list[list[str]]:
-    token = await run.store.leadership.acquire("feeder")
-    assert token is not None
-    run.leader = token
-    await run.store.leadership.set_desired(token, Desired(pool_size=STAGES * GROUPS * MEMBERS))
-    groups = [
-        NewGroup(
-            group_id=f"e0-{g}",
-            prompt=Prompt(prompt_id=f"e0-{g}", token_ids=np.arange(1, 5, dtype=np.int32), verifier="exact"),
-            needed=MEMBERS,
-            epoch=0,
-            index=g,
-        )
-        for g in range(STAGES * GROUPS)
-    ]
-    await run.store.leadership.admit(token, groups, Cursor(), Cursor(epoch=0, index=STAGES * GROUPS))
-    ids = [g.group_id for g in groups]
-    return [ids[at : at + GROUPS] for at in range(0, len(ids), GROUPS)]
-
-
 async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, offset: int) -> None:
     finishes = [
         Finish(
@@ -110,15 +90,7 @@ async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, o
         for i in ids
     ]
     await run.store.trajectories.finish(session, finishes)
-    scores = [
-        Score(
-            trajectory_id=i,
-            outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=float(i[-1])),
-            shaped_reward=float(i[-1]),
-        )
-        for i in ids
-    ]
-    await run.store.trajectories.score(session, scores)
+    await run.store.trajectories.score(session, [run.score_of(i) for i in ids])
 
 
 def _before(trajectory_id: str, version: int) -> TokenDigest:

@@ -218,17 +218,20 @@ class TrainerRun:
         assert self.process is not None
         return await asyncio.to_thread(self.process.wait, seconds)
 
-    async def feed(self, steps: int, groups_per_step: int = GROUPS) -> None:
-        """Admit, roll out and score the groups of the next steps; needs an announced version 0."""
+    async def admit(self, count: int) -> list[str]:
+        """Admit the next groups; needs an announced version 0."""
         if not self.leader:
             self.leader = await self.store.leadership.acquire("feeder") or ""
             assert self.leader
-        await self.store.leadership.set_desired(self.leader, Desired(pool_size=MEMBERS * groups_per_step * steps))
+        await self.store.leadership.set_desired(self.leader, Desired(pool_size=MEMBERS * count))
         before = await self.store.leadership.cursor()
-        groups = [self._group(before.index + at) for at in range(groups_per_step * steps)]
-        await self.store.leadership.admit(
-            self.leader, groups, before, Cursor(epoch=0, index=before.index + len(groups))
-        )
+        groups = [self._group(before.index + at) for at in range(count)]
+        await self.store.leadership.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + count))
+        return [group.group_id for group in groups]
+
+    async def feed(self, steps: int, groups_per_step: int = GROUPS) -> None:
+        """Admit, roll out and score the groups of the next steps."""
+        groups = await self.admit(groups_per_step * steps)
         session = await self.store.sessions.open("feeder")
         ids: list[str] = []
         while leased := await self.store.trajectories.lease(session, len(groups) * MEMBERS):
@@ -238,7 +241,7 @@ class TrainerRun:
         await self.store.trajectories.score(session, [self.score_of(i) for i in ids])
         await self.store.sessions.close(session)
         trained = (await self.store.training.state()).trained_step
-        fresh = [[g.group_id for g in groups[GROUPS * s : GROUPS * (s + 1)]] for s in range(steps)]
+        fresh = [groups[GROUPS * s : GROUPS * (s + 1)] for s in range(steps)]
         self.cuts = self.cuts[:trained] + fresh
 
     async def cut_forever(self) -> None:
