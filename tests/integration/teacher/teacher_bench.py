@@ -75,16 +75,11 @@ def make_config(folder: Path, temperature: float = 1.0, **teacher: Any) -> RunCo
     return validate_run_config(settings, "test")
 
 
-def service_task(config: RunConfig, shutdown: asyncio.Event) -> asyncio.Task[None]:
-    """The whole service in this process."""
-    return asyncio.create_task(serve(config, 0, shutdown, name=TEACHER))
-
-
 @asynccontextmanager
 async def running_service(config: RunConfig, wait_seconds: float = WAIT_SECONDS) -> AsyncIterator[Endpoint]:
     """Run a teacher in this process until the block ends."""
     shutdown = asyncio.Event()
-    task = service_task(config, shutdown)
+    task = asyncio.create_task(serve(config, 0, shutdown, name=TEACHER))
     try:
         found = await reached(
             lambda: read_endpoints(Path(config.folder), f"teacher-{TEACHER}"),

@@ -279,18 +279,6 @@ class TrainerRun:
         return NewGroup(group_id=group_id, prompt=prompt, needed=MEMBERS, epoch=0, index=index)
 
 
-@asynccontextmanager
-async def opened_run(config: RunConfig) -> AsyncIterator[TrainerRun]:
-    """A run whose limits Redis knows."""
-    async with await TrajectoryStore.connect(config.store, run=config.name, retry_seconds=5.0) as store:
-        await store.limits.init_run(run_limits(config))
-        run = TrainerRun(config=config, store=store, checkpoints=open_checkpoints(config))
-        try:
-            yield run
-        finally:
-            run.kill()
-
-
 _HELD: dict[str, dict[str, Any]] = {"trainer": {"train_steps": 5}, "checkpoints": {"state_every_steps": 2}}
 
 
@@ -309,8 +297,15 @@ class Runs:
 
     @asynccontextmanager
     async def __call__(self, name: str = "run", /, **sections: dict[str, Any]) -> AsyncIterator[TrainerRun]:
-        async with opened_run(self.file(name, **sections)) as run:
-            yield run
+        """A run with this file, whose limits Redis knows."""
+        config = self.file(name, **sections)
+        async with await TrajectoryStore.connect(config.store, run=config.name, retry_seconds=5.0) as store:
+            await store.limits.init_run(run_limits(config))
+            run = TrainerRun(config=config, store=store, checkpoints=open_checkpoints(config))
+            try:
+                yield run
+            finally:
+                run.kill()
 
     def hold(self, at: str, step: int, *, fails: bool = False) -> None:
         """Let trainers with the fault ``held`` stop, or fail, at a point of a step (``trainer_process.POINTS``)."""

@@ -59,18 +59,15 @@ class EarlyParts:
 
     def forget(self) -> None:
         """Drop the gradients of all parts: their batch is not trained on these weights."""
-        if self._parts:
-            self._parts.clear()
-            self._runner.optimizer.zero_grad(set_to_none=True)
+        self._parts.clear()
+        self._runner.optimizer.zero_grad(set_to_none=True)
 
     def add(self, plan: StepPlan, groups: Iterable[Group]) -> None:
         """Add the gradient of these groups to the parameters. Raises DataError; then all parts are dropped."""
         try:
             self._add(plan, tuple(groups))
         except BaseException:
-            # An interrupted pass may have added some of its gradient.
-            self._parts.clear()
-            self._runner.optimizer.zero_grad(set_to_none=True)
+            self.forget()  # an interrupted pass may have added some of its gradient
             raise
 
     def _add(self, plan: StepPlan, groups: tuple[Group, ...]) -> None:
