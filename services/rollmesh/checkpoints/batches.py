@@ -233,35 +233,24 @@ def read_batch(root: Path, secret: bytes, train_step: int) -> StoredBatch:
     return StoredBatch(batch=Batch(train_step=train_step, groups=groups), footer=footer)
 
 
-def group_of(file: BinaryIO, path: str, secret: bytes, train_step: int, group_id: str) -> Group | None:
-    """Read one group of an open, seekable batch file without the others; None if the file does not contain it.
+def groups_of(file: BinaryIO, path: str, secret: bytes, train_step: int, only: str | None = None) -> Iterator[Group]:
+    """Read the groups of an open, seekable batch file one by one, in order, or the ``only`` one with this id.
 
     For display only: the footer is verified, but the trajectories are not compared with its digest. ``path`` is for
     error messages.
     """
-    footer = footer_of(file, path, secret, train_step)
-    if group_id not in footer.group_ids:
-        return None
-    position = footer.group_ids.index(group_id)
-    file.seek(len(_HEAD) + sum(footer.group_bytes[:position]))
-    try:
-        (found,) = decode_groups(file.read(footer.group_bytes[position]))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if found.group_id != group_id:
-        raise CheckpointError(f"{path}: the groups do not match the footer", reason=Reason.TAMPERED)
-    return found
-
-
-def groups_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> Iterator[Group]:
-    """Read the groups of an open, seekable batch file one by one, in order; for display only, like ``group_of``."""
-    footer = footer_of(file, path, secret, train_step)
-    file.seek(len(_HEAD))
-    for size in footer.group_bytes:
-        try:
-            yield from decode_groups(file.read(size))
-        except DataError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+    footer, position = footer_of(file, path, secret, train_step), len(_HEAD)
+    for group_id, size in zip(footer.group_ids, footer.group_bytes, strict=True):
+        if only in (None, group_id):
+            file.seek(position)
+            try:
+                (found,) = decode_groups(file.read(size))
+            except ValueError as error:
+                raise CheckpointError(f"{path}: {error}") from error
+            if found.group_id != group_id:
+                raise CheckpointError(f"{path}: the groups do not match the footer", reason=Reason.TAMPERED)
+            yield found
+        position += size
 
 
 def steps_of(names: Iterable[str]) -> list[int]:

@@ -222,7 +222,7 @@ class CheckpointStore:
     def read_group(self, train_step: int, group_id: str) -> Group | None:
         """Read one group of a batch file, for display only; None if the file does not contain it."""
         with self._batch_file(train_step) as (file, path):
-            return batches.group_of(file, path, self._secret, train_step, group_id)
+            return next(batches.groups_of(file, path, self._secret, train_step, group_id), None)
 
     def groups(self, train_step: int) -> Iterator[Group]:
         """Read the groups of a batch file one by one, for display (``batches.groups_of``). Raises CheckpointError."""
