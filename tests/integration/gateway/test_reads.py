@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from ...kit.schema_requests import ask_everything, wrong_methods
 from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, policy, until
 
 
@@ -168,3 +169,20 @@ async def test_head_of_the_page_the_api_and_the_events_ends_with_the_head(client
     assert (await client.head("api/v1/pause")).status_code == 405, "an action needs POST"
     async with httpx.AsyncClient(base_url=client.base_url, timeout=60.0) as unknown:
         assert (await unknown.head("api/v1/config")).status_code == 401
+
+
+async def test_every_answer_is_one_that_the_document_promises(
+    run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
+) -> None:
+    await scene.admit(2)
+    await scene.store.trajectories.lease(scene.session, 2)
+    await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
+    await scene.store.trajectories.fail(scene.session, [("e0-0.1", "broken")])
+    gateway = started(run_file)
+    token = (Path(scene.config.folder) / "gateway-token").read_text()
+    document = f"{gateway.url}api/v1/openapi.json"
+    asked = await asyncio.to_thread(ask_everything, document, token, "/api/v1/")
+    assert asked >= 18
+    assert await asyncio.to_thread(wrong_methods, document, token, "/") == []
+    assert gateway.process.poll() is None
+    assert "request_failed" not in gateway.log.read_text()

@@ -14,12 +14,15 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from rollmesh.checkpoints.sealing import SECRET_FILE
+from rollmesh.config import RunConfig, write_run_config
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.kept_sets import slice_sets
 from rollmesh.mesh import Cursor
-from rollmesh.report.audit import audit_run, print_audit, rescoring_problems
+from rollmesh.report.audit import audit_run, open_checkpoints, print_audit, rescoring_problems
 from rollmesh.report.audit_result import AuditResult, AuditVerdict, read_audit
 from rollmesh.report.ledger_check import QueueAccount, lost_groups
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.rescore import Gaps, gaps_of_version
 from rollmesh.report.sentences import audit_claims, rescoring_claim
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
@@ -303,3 +306,24 @@ def test_a_queue_that_forgot_admissions_says_so_beside_its_count_of_lost_groups(
 def test_rewards_whose_sum_is_not_finite_end_no_audit(audited: MadeRun) -> None:
     audited.replace_batches(rewritten(lambda t: dataclasses.replace(t, shaped_reward=1e308)))
     assert audit_run(audited.folder).green
+
+
+def test_the_environment_says_where_the_checkpoints_of_a_recorded_run_are_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volume or a snapshot is mounted somewhere else on the machine that audits or exports."""
+    moved, run = tmp_path / "snapshot", tmp_path / "run"
+    moved.mkdir()
+    run.mkdir()
+    checkpoints = {"folder": "/no/such/volume", "keep_last": 7}
+    values = {"name": "moved", "folder": str(run), "model": {"path": "models/tiny"}, "checkpoints": checkpoints}
+    write_run_config(RunConfig.model_validate(values), run / "config.yaml")
+    (run / SECRET_FILE).write_text("a" * 64, encoding="ascii")
+    with pytest.raises(DataError, match="/no/such/volume: no checkpoint store"):
+        open_checkpoints(RecordedRun(run))
+    monkeypatch.setenv("ROLLMESH_CHECKPOINTS__FOLDER", str(moved))
+    monkeypatch.setenv("ROLLMESH_CHECKPOINTS__KEEP_LAST", "9")
+    recorded = RecordedRun(run)
+    assert open_checkpoints(recorded).root == moved
+    assert recorded.checkpoint_section.keep_last == 7
+    assert recorded.config is not None and recorded.config.checkpoints.folder == "/no/such/volume"

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmesh.gateway.mesh_snapshot import MeshSnapshot
-from rollmesh.gateway.models.live import Overview, Staleness
+from rollmesh.config import RunConfig
+from rollmesh.gateway.curves import Curves
+from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview
+from rollmesh.gateway.models.live import Overview, Rates
 from rollmesh.mesh import Desired, MeshView
+from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
 
 from ...kit.records import generator_record, mesh_view
 
-
-def overview(**changes: Any) -> Overview:
-    values: dict[str, Any] = {
-        "run": "demo",
-        "time": 100.0,
-        "state": "running",
-        "waiting_for": "",
-        "train_step": 3,
-        "train_steps": 40,
-        "cut_step": 4,
-        "newest_version": 3,
-        "newest_train_step": 3,
-        "pool_size": 24,
-        "trajectories": {"pending": 2, "leased": 20, "partial": 1},
-        "groups": {"open": 6, "ready": 2, "cut": 0},
-        "staleness": Staleness(bound=4, queue=[], trained=[]),
-        "drops": [],
-        "waste": (),
-        "evaluations": [],
-        "report": None,
-        "totals": {},
-    }
-    return Overview(**{**values, **changes})
+SCHEDULE = Schedule.from_config(
+    RunConfig.model_validate(
+        {
+            "name": "demo",
+            "folder": "runs/demo",
+            "model": {"path": "model"},
+            "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
+        }
+    )
+)
 
 
 def generator(instance_id: str = "one", **changes: Any) -> GeneratorRecord:
@@ -78,3 +68,15 @@ def look(**changes: Any) -> MeshSnapshot:
         "domains": {},
     }
     return MeshSnapshot(**{**values, **changes})
+
+
+def built(one: MeshSnapshot, **changes: Any) -> Overview:
+    values: dict[str, Any] = {
+        "run": "demo",
+        "schedule": SCHEDULE,
+        "rates": Rates(),
+        "curves": Curves(),
+        "evaluations": [],
+        "running": {},
+    }
+    return build_overview(one, **{**values, **changes})

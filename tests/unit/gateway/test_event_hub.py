@@ -14,16 +14,16 @@ from rollmesh.gateway.models.live import SnapshotEvent, TickEvent, Timeline, Tim
 from rollmesh.gateway.models.overview import EndEvent
 from rollmesh.runtime.metrics import Metrics
 
-from .samples import overview
+from .samples import built, look
 
 
 def tick(time: float) -> TickEvent:
-    return TickEvent(overview=overview(), timeline=TimelineDelta(time=time, in_flight=0, left_out=0))
+    return TickEvent(overview=built(look()), timeline=TimelineDelta(time=time, in_flight=0, left_out=0))
 
 
 def snapshot() -> SnapshotEvent:
     timeline = Timeline(time=0.0, window_seconds=120.0, in_flight=0, left_out=0, rollouts=[])
-    return SnapshotEvent(overview=overview(), timeline=timeline)
+    return SnapshotEvent(overview=built(look()), timeline=timeline)
 
 
 @pytest.fixture

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from rollmesh.config import RunConfig
-from rollmesh.gateway.curves import Curves
-from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview, finished_evaluations, run_state
-from rollmesh.gateway.models.live import Overview, Rates
+from rollmesh.gateway.mesh_snapshot import MeshSnapshot, finished_evaluations, run_state
 from rollmesh.mesh import Desired
 from rollmesh.prompt_history import DomainTotals
-from rollmesh.scheduling import Schedule
 from rollmesh.step_metrics import RateWindow
 from rollmesh.store.policy_registry import HeldPin
 from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
 
-from .samples import counts, generator, look, view
-
-SCHEDULE = Schedule.from_config(
-    RunConfig.model_validate(
-        {
-            "name": "demo",
-            "folder": "runs/demo",
-            "model": {"path": "model"},
-            "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
-        }
-    )
-)
-
-
-def built(one: MeshSnapshot, **changes: Any) -> Overview:
-    values: dict[str, Any] = {
-        "run": "demo",
-        "schedule": SCHEDULE,
-        "rates": Rates(),
-        "curves": Curves(),
-        "evaluations": [],
-        "running": {},
-    }
-    return build_overview(one, **{**values, **changes})
+from .samples import SCHEDULE, built, counts, generator, look, view
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,6 @@ def test_another_learning_rate_of_a_continued_run_is_announced(tmp_path: Path) -
     assert [log["field"] for log in logs if log["event"] == "setting_changed"] == ["trainer.learning_rate"]
 
 
-def test_a_run_with_a_key_of_its_own_is_continued(tmp_path: Path) -> None:
-    keyed = config(tmp_path).model_copy(
-        update={"checkpoints": CheckpointConfig(secret=SecretStr("from the environment"))}
-    )
-    for _ in range(2):
-        assert "from the environment" not in start(keyed).config_file.read_text()
-
-
 def test_a_folder_of_a_run_with_other_settings_is_refused_with_field_values_and_remedy(tmp_path: Path) -> None:
     with locked_run_folder(config(tmp_path, max_grad_norm=1.0)):
         train(tmp_path)

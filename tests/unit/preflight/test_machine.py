@@ -65,11 +65,6 @@ def test_a_model_that_the_torch_engine_does_not_serve_is_refused_by_name(
         checked(run(model={"path": with_config(tmp_path / "model", config)}))
 
 
-def test_more_slots_than_any_machine_has_are_refused_by_the_field() -> None:
-    with pytest.raises(ValueError, match="generator.slots"):
-        run(generator={"slots": 100_000_000})
-
-
 @pytest.mark.parametrize(
     ("generator", "named"),
     [

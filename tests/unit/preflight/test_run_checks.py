@@ -39,11 +39,8 @@ def described(**sections: Any) -> str:
     return " ".join(out.getvalue().replace("│", " ").split())
 
 
-def test_a_run_that_can_start_is_described() -> None:
+def test_a_pool_is_described_and_an_automatic_one_by_its_most_and_by_its_staleness() -> None:
     assert "pool_size 100 trajectories in flight" in described(schedule={"pool_size": 100})
-
-
-def test_an_automatic_pool_is_described_by_its_most_and_by_its_staleness() -> None:
     text = described(schedule={"pool_size": "auto"})
     assert "auto, at most 192" in text
     assert "more where groups take longer than an update to be ready" in text
@@ -100,21 +97,15 @@ def test_a_renderer_that_does_not_know_the_tokenizer_is_refused_before_the_servi
         check_run(run(rollout={"program": "agent"}, agents={"renderer": renderer}))
 
 
-def test_a_run_cannot_start_from_an_adapter(tmp_path: Path) -> None:
-    for name in ("config.json", "adapter_config.json"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(
-        ConfigError, match="contains an adapter .*; merge it into its base with peft's merge_and_unload"
-    ):
-        checked(run(model={"path": str(tmp_path)}))
-
-
-def test_a_folder_with_a_config_but_no_weights_or_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_a_config_but_no_weights_or_tokenizer_or_with_an_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="contains no \\*.safetensors"):
         checked(run(model={"path": str(tmp_path)}))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(DataError, match="needs a fast tokenizer"):
+        checked(run(model={"path": str(tmp_path)}))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="contains an adapter .*; merge it into its base with peft's merge_and_unlo"):
         checked(run(model={"path": str(tmp_path)}))
 
 
@@ -133,15 +124,13 @@ def test_a_python_without_sglang_is_refused_before_anything_starts(tmp_path: Pat
     (tmp_path / "sglang" / "__init__.py").touch()
     checked(on(sys.executable, environment={"PYTHONPATH": str(tmp_path)}))
     checked(run(generator={"engine": "sglang", "sglang": {"url": "http://127.0.0.1:30000"}}))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="this Python has SGLang")
-def test_services_that_share_no_folder_are_not_asked_for_sglang() -> None:
-    """In a cluster the file is checked in every pod, and only those of generators have SGLang."""
+    # In a cluster the file is checked in every pod, and only those of generators have SGLang.
     checked(run(generator={"engine": "sglang"}, network={"shared_folder": False}))
 
 
-def test_a_variable_that_the_chat_template_does_not_read_is_refused(tmp_path: Path) -> None:
+def test_a_variable_that_the_chat_template_does_not_read_or_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"_kwargs.since=datetime.date\(.*\): expected finite numbers"):
+        run(data={"chat_template_kwargs": {"since": date(2026, 1, 1)}})
     model = tmp_path / "model"
     shutil.copytree(resolve_model("recipe:countdown"), model)
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}{{ '?' if enable_thinking }}")
@@ -149,10 +138,3 @@ def test_a_variable_that_the_chat_template_does_not_read_is_refused(tmp_path: Pa
         config = run(model={"path": str(model)}, data={"chat_template_kwargs": {name: False}})
         with pytest.raises(DataError, match="data.chat_template_kwargs.thinking: ") if refused else nullcontext():
             checked(config)
-
-
-def test_a_variable_of_the_chat_template_is_a_json_value() -> None:
-    with pytest.raises(
-        ValidationError, match=r"chat_template_kwargs.since=datetime.date\(.*\): expected finite numbers"
-    ):
-        run(data={"chat_template_kwargs": {"since": date(2026, 1, 1)}})
