@@ -42,6 +42,12 @@ class Section(BaseModel):
         return value
 
 
+def problems_of(error: ValidationError) -> str:
+    """Return the first three problems, each with its field, in one line."""
+    found = [(".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")) for each in error.errors()]
+    return "; ".join(": ".join(filter(None, problem)) for problem in found[:3])
+
+
 def one_error(expected: str) -> WrapValidator:
     """Return a validator of a union with one error for all of its types, which says what was ``expected``."""
 

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
-from rollmesh.config.section import Section
+from rollmesh.config.section import Section, problems_of
 from rollmesh.errors import ConfigError
 from rollmesh.file_writes import write_text
 
@@ -113,9 +113,8 @@ class DecodeCurve(Section):
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            lines = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ConfigError(
-                f"{path}: no decode curve as make bench NAME=engine writes it: {'; '.join(lines)}"
+                f"{path}: no decode curve as make bench NAME=engine writes it: {problems_of(error)}"
             ) from error
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; measure with: {_MEASURE}") from error

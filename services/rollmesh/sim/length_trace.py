@@ -19,6 +19,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rollmesh.config.section import problems_of
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.report.audit import open_checkpoints
 from rollmesh.report.recorded_run import RecordedRun
@@ -107,9 +108,7 @@ def read_trace(path: Path) -> tuple[TracedTrajectory, ...]:
             try:
                 trajectories.append(TracedTrajectory.model_validate_json(line))
             except ValidationError as error:
-                first = error.errors()[0]
-                field = "".join(f"{name}: " for name in first["loc"][:1])
-                raise ConfigError(f"lengths={path}: line {number}: {field}{first['msg']}; {_REMEDY}") from error
+                raise ConfigError(f"lengths={path}: line {number}: {problems_of(error)}; {_REMEDY}") from error
     if not trajectories:
         raise ConfigError(f"lengths={path}: no trajectories; {_REMEDY}")
     return tuple(trajectories)

@@ -14,38 +14,29 @@ from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
+from pydantic import Field, ValidationError
 
+from rollmesh.config.section import Section, problems_of
 from rollmesh.errors import ConfigError
 from rollmesh.types import Float64Array, Int32Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lognormal:
+class Lognormal(Section):
     """Lognormal lengths: exp(ln(median) + sigma z)."""
 
-    median: float
-    sigma: float
-
-    def __post_init__(self) -> None:
-        _positive("lengths.median", self.median)
-        if not (math.isfinite(self.sigma) and self.sigma >= 0):
-            raise ConfigError(f"lengths.sigma={self.sigma}: expected a finite number, 0 or more")
+    median: float = Field(gt=0)
+    sigma: float = Field(ge=0)
 
     def at(self, z: Float64Array) -> Float64Array:
         """Return the quantiles."""
         return self.median * np.exp(self.sigma * z)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pareto:
+class Pareto(Section):
     """Pareto lengths: shortest * (1 - Phi(z))^(-1 / index)."""
 
-    shortest: float
-    index: float
-
-    def __post_init__(self) -> None:
-        _positive("lengths.shortest", self.shortest)
-        _positive("lengths.index", self.index)
+    shortest: float = Field(gt=0)
+    index: float = Field(gt=0)
 
     def at(self, z: Float64Array) -> Float64Array:
         """Return the quantiles."""
@@ -108,11 +99,6 @@ class LengthModel:
         """Return the lengths at these probabilities."""
         z = np.array([NormalDist().inv_cdf(probability) for probability in probabilities])
         return np.minimum(self.marginal.at(z), self.cap)
-
-
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}={value}: expected a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +175,9 @@ NAMED: Mapping[str, NamedLengths] = {
 """Length models through the quantiles of PolyTrace, a trace of public runs (arXiv 2509.25279)."""
 
 
+_MARGINALS: Mapping[str, type[Lognormal | Pareto]] = {"lognormal": Lognormal, "pareto": Pareto}
+
+
 def parse_lengths(text: str) -> NamedLengths:
     """Read a name, ``NAME:cap=N``, ``lognormal:median=M,sigma=S,share=H`` or ``pareto:shortest=M,index=A,share=H``.
 
@@ -199,31 +188,27 @@ def parse_lengths(text: str) -> NamedLengths:
     if text in NAMED:
         return NAMED[text]
     kind, _, rest = text.partition(":")
-    values: dict[str, float] = {}
-    for item in filter(None, rest.split(",")):
-        name, _, number = item.partition("=")
-        try:
-            values[name] = float(number)
-        except ValueError:
-            raise ConfigError(f"lengths={text}: {item!r} is not NAME=NUMBER") from None
-    if kind in NAMED and values.keys() == {"cap"}:
-        return _scaled(kind, values["cap"])
-    share = values.pop("share", 0.5)
-    if kind == "lognormal" and values.keys() == {"median", "sigma"}:
-        return NamedLengths(marginal=Lognormal(**values), prompt_share=share)
-    if kind == "pareto" and values.keys() == {"shortest", "index"}:
-        return NamedLengths(marginal=Pareto(**values), prompt_share=share)
+    values = dict(item.partition("=")[::2] for item in filter(None, rest.split(",")))
+    try:
+        if kind in NAMED and values.keys() == {"cap"}:
+            return _scaled(NAMED[kind], float(values["cap"]))
+        if kind in _MARGINALS:
+            share = float(values.pop("share", 0.5))
+            return NamedLengths(marginal=_MARGINALS[kind].model_validate(values), prompt_share=share)
+    except ValidationError as error:
+        raise ConfigError(f"lengths={text}: {problems_of(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"lengths={text}: {error}") from error
     raise ConfigError(
         f"lengths={text}: no such run folder or trace, and none of {', '.join(NAMED)}, NAME:cap=N, "
         "lognormal:median=M,sigma=S,share=H or pareto:shortest=M,index=A,share=H"
     )
 
 
-def _scaled(name: str, cap: float) -> NamedLengths:
-    """Return lengths that are to this cap as those of the source are to its own."""
-    named = NAMED[name]
+def _scaled(named: NamedLengths, cap: float) -> NamedLengths:
+    """Return lengths that are to this cap as those of the source are to its own. Raises ValueError without a cap."""
     if not (cap >= 1 and isinstance(named.marginal, QuantileLine) and named.trace_cap):
-        raise ConfigError(f"lengths={name}:cap={cap:g}: expected at least 1 token, and a source with a known cap")
+        raise ValueError("expected at least 1 token, and a source with a known cap")
     factor = cap / named.trace_cap
     points = tuple((probability, tokens * factor) for probability, tokens in named.marginal.points)
     known_to = None if named.known_to is None else math.floor(named.known_to * factor)

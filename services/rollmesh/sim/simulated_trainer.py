@@ -67,13 +67,14 @@ class PartsAhead:
             raise ConfigError("parts ahead of a cut need a trainer with devices of its own; it is colocated")
         self._model = model
         self._free_at = now
-        self._parts: list[tuple[float, int]] = []
-        """(end, tokens) of each part, in order."""
+        self._parts: list[tuple[float, float, int]] = []
+        """(start, end, tokens) of each part, in order."""
 
     def add(self, now: float, tokens: int) -> float:
         """Queue a part whose groups are ready; return the time at which it is computed, unless the cut comes first."""
-        self._free_at = max(self._free_at, now) + self._model.part_seconds(tokens)
-        self._parts.append((self._free_at, tokens))
+        start = max(self._free_at, now)
+        self._free_at = start + self._model.part_seconds(tokens)
+        self._parts.append((start, self._free_at, tokens))
         return self._free_at
 
     def cut(self, now: float, *, tokens: int) -> float:
@@ -81,15 +82,12 @@ class PartsAhead:
 
         Parts that have not begun are computed with the rest of the batch.
         """
-        begun = [part for part, start in zip(self._parts, self._starts(), strict=True) if start < now]
+        begun = [(end, size) for start, end, size in self._parts if start < now]
         began = max([now, *(end for end, _ in begun)])
         ahead = sum(size for _, size in begun)
         self._parts.clear()
         self._free_at = began + self._model.train_seconds(tokens=tokens, ahead_tokens=ahead)
         return self._free_at
-
-    def _starts(self) -> list[float]:
-        return [end - self._model.part_seconds(tokens) for end, tokens in self._parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,13 +47,13 @@ def test_a_line_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"out_lens": []}, "out_lens: .* at least 1 item"),
-        ({"out_lens": [5, 0]}, "out_lens: .* greater than or equal to 1"),
-        ({"out_lens": [5.5, 1]}, "out_lens: .* valid integer"),
+        ({"out_lens": []}, "out_lens.*: .* at least 1 item"),
+        ({"out_lens": [5, 0]}, "out_lens.*: .* greater than or equal to 1"),
+        ({"out_lens": [5.5, 1]}, "out_lens.*: .* valid integer"),
         ({"out_lens": None}, "out_lens"),
         ({"obs_lens": []}, r"obs_lens=\[\]: expected 1 or 2 numbers for 2 turns"),
-        ({"obs_lens": [-1]}, "obs_lens: .* greater than or equal to 0"),
-        ({"tool_seconds": [float("nan")]}, "tool_seconds: .* finite number"),
+        ({"obs_lens": [-1]}, "obs_lens.*: .* greater than or equal to 0"),
+        ({"tool_seconds": [float("nan")]}, "tool_seconds.*: .* finite number"),
         ({"tool_seconds": [1, 2, 3]}, "tool_seconds"),
         ({"tool_seconds": [10**400]}, "tool_seconds"),
         ({"prompt_len": 0}, "prompt_len: .* greater than or equal to 1"),
