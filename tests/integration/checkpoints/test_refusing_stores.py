@@ -71,7 +71,7 @@ def test_the_documented_switch_of_the_checksums_serves_a_server_without_them(
 def test_an_outage_shows_its_error_while_it_is_waited_for_and_no_more_afterwards(tmp_path: Path, fault: str) -> None:
     bucket, waits = Bucket(tmp_path / "s3.log", fault), Waits()
     options = {"endpoint_url": bucket.url}
-    store = ObjectStore(f"s3://{bucket.name}/runs/x", options, retry_seconds=4.0, waits=waits)
+    store = ObjectStore(f"s3://{bucket.name}/runs/x", options, retry_seconds=8.0, waits=waits)
     try:
         with ThreadPoolExecutor() as pool:
             writing = pool.submit(store.write, "state", b"state")
