@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -96,19 +97,16 @@ async def store(tmp_path: Path) -> AsyncIterator[TrajectoryStore]:
         yield running.store
 
 
-async def evaluate(store: TrajectoryStore, tmp_path: Path, version: int, mean: float, n: int = 256) -> None:
+async def evaluate(
+    store: TrajectoryStore, tmp_path: Path, version: int, mean: float, n: int = 256, **changes: Any
+) -> None:
     await store.evaluations.request(evaluation_request(config(tmp_path).evaluation, version))
     session = await store.sessions.open("worker")
     request = await store.evaluations.claim(session)
     assert request is not None and request.policy_version == version
-    result = EvalResult(
-        mean=mean,
-        standard_error=0.02,
-        sample_count=n,
-        discarded_count=256 - n,
-        details={"mean_length": 31.5},
-        domains={"math": {"mean": mean, "standard_error": None, "n": n}} if version else {},
-    )
+    domains = {"math": {"mean": mean, "standard_error": None, "n": n}} if version else {}
+    given = {"standard_error": 0.02, "discarded_count": 256 - n, "details": {"mean_length": 31.5}, "domains": domains}
+    result = EvalResult(mean=mean, sample_count=n, **given | changes)
     await store.evaluations.finish(session, request.evaluation_id, result)
 
 
@@ -152,13 +150,8 @@ async def test_few_prompts_and_an_unknown_error_are_noted_and_read_again(
     journal = EvaluationJournal(store, folder, notes.append)
     await announce(store, range(1))
     await journal.update()
-    await store.evaluations.request(evaluation_request(config(tmp_path).evaluation, 0))
-    session = await store.sessions.open("worker")
-    request = await store.evaluations.claim(session)
-    assert request is not None
     details = {REQUESTED_PROMPTS: 256.0, EXISTING_PROMPTS: 1.0}
-    result = EvalResult(mean=1.0, standard_error=None, sample_count=1, details=details)
-    await store.evaluations.finish(session, request.evaluation_id, result)
+    await evaluate(store, tmp_path, 0, 1.0, n=1, standard_error=None, details=details, discarded_count=0)
     await journal.update()
     split = "the evaluation split has 1 of evaluation.prompt_count=256 prompts"
     assert notes[0].startswith(f"policy version 0: evaluation 1.000 ± unknown (n=1); {split}: add rows")

@@ -24,6 +24,22 @@ def spec(tmp_path: Path, script: str, index: int = 0, **options: object) -> Serv
     return ServiceSpec(service="worker", index=index, command=command, environment={}, log_file=log, **options)
 
 
+def real_service(error: str, log_format: str = "json") -> str:
+    """A service that ends with an error of rollmesh."""
+    return f"""
+from rollmesh import errors
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.runtime.lifecycle import run_service
+from rollmesh.runtime.logging import configure_logging
+
+async def main(shutdown):
+    raise errors.{error}
+
+configure_logging(TelemetryConfig(log_format="{log_format}"), service="trainer-0", run="demo")
+raise SystemExit(run_service(main))
+"""
+
+
 def says(folder: Path, index: int, word: str, times: int = 1) -> bool:
     log = folder / f"worker-{index}.log"
     return log.exists() and log.read_text().count(word) >= times
@@ -192,40 +208,21 @@ async def test_an_earlier_start_is_not_blamed_for_the_end_of_a_later_one(tmp_pat
 
 async def test_a_damaged_checkpoint_ends_the_run_at_once_and_a_missing_one_is_tried_again(tmp_path: Path) -> None:
     """Bytes that differ from the promised ones differ at every start; a shared folder may only lag behind."""
-    script = """
-from rollmesh.config.services import TelemetryConfig
-from rollmesh.errors import CheckpointError
-from rollmesh.runtime.lifecycle import run_service
-from rollmesh.runtime.logging import configure_logging
 
-async def main(shutdown):
-    raise CheckpointError("batches/3.pb: sha256 differs", reason="{reason}")
+    def script(reason: str) -> str:
+        return real_service(f"CheckpointError('batches/3.pb: sha256 differs', reason={reason!r})")
 
-configure_logging(TelemetryConfig(), service="trainer-0", run="demo")
-raise SystemExit(run_service(main))
-"""
     for reason in ("tampered", "mismatch"):
-        said, _ = await failure(spec(tmp_path, script.format(reason=reason)))
+        said, _ = await failure(spec(tmp_path, script(reason)))
         assert "worker-0 cannot continue: CheckpointError: batches/3.pb: sha256 differs" in said
     notes: list[str] = []
-    await failure(spec(tmp_path, script.format(reason="missing")), 1, notes)
+    await failure(spec(tmp_path, script("missing")), 1, notes)
     assert len(notes) == 1
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
 async def test_the_words_of_a_real_service_are_understood_in_both_log_formats(tmp_path: Path, log_format: str) -> None:
-    script = f"""
-from rollmesh.config.services import TelemetryConfig
-from rollmesh.errors import SessionLost
-from rollmesh.runtime.lifecycle import run_service
-from rollmesh.runtime.logging import configure_logging
-
-async def main(shutdown):
-    raise SessionLost("another trainer has taken over run demo")
-
-configure_logging(TelemetryConfig(log_format="{log_format}"), service="trainer-0", run="demo")
-raise SystemExit(run_service(main))
-"""
+    script = real_service("SessionLost('another trainer has taken over run demo')", log_format)
     reason, _ = await failure(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
     assert "worker-0 cannot continue: SessionLost" in reason
     assert "another trainer has taken over run demo" in reason
