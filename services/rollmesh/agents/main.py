@@ -17,6 +17,7 @@ A call that names a session (``session_address``) is recorded in it.
 from __future__ import annotations
 
 import asyncio
+import gc
 from functools import partial
 from typing import Annotated, Any
 
@@ -125,6 +126,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             await host.stack.enter_async_context(hosted_agent(service, app, function, token, root, shutdown))
         url = f"{root}{PREFIX}"
         host.publish(url=url)
+        # A full collection would look at all that the imports have left, for a tenth of a second in which calls wait.
+        gc.collect()
+        gc.freeze()
         get_logger("agents").info("serving", url=url)
         host.health.set_ready(True)
         await shutdown.wait()
