@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -22,6 +23,7 @@ from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.report.ledger_check import QueueAccount
 from rollmesh.report.recorded_run import FAILURE_FILE
+from rollmesh.runtime.lifecycle import many_imports
 from rollmesh.store import TrajectoryStore
 
 _TRAINER = "trainer-0"
@@ -76,12 +78,15 @@ async def _train(mesh: LocalMesh) -> None:
         await mesh.pause(False)
         mesh.progress.note(f"training to step {mesh.config.trainer.train_steps}; Ctrl-C drains without loss")
         await mesh.until(lambda: _trained(mesh), TRAINING)
+        # The seconds of these imports pass while the last evaluation and the drain leave the launcher idle.
+        imports = asyncio.create_task(asyncio.to_thread(_import_closing), name="import-closing")
         # Checked first: an evaluation waits minutes before it fails for a version that no generator serves.
         await mesh.answer(mesh.newest_served, "the generators")
         if before_and_after:
             await evaluate_version(mesh, await mesh.answer(mesh.latest_version, "the last policy version"))
         await finish_evaluations(mesh)
         await mesh.until_newest_served()
+    await imports
 
 
 async def _trained(mesh: LocalMesh) -> bool:
@@ -139,13 +144,19 @@ async def queue_account(store: TrajectoryStore) -> QueueAccount:
     )
 
 
+def _import_closing() -> None:
+    """Import torch, the trainer's models and those of the page for ``close_run``; the start of a run needs none."""
+    with many_imports():
+        importlib.import_module("rollmesh.report.report_file")
+        importlib.import_module("rollmesh.trainer.learner.policy_scorer")
+
+
 def close_run(folder: Path, account: QueueAccount | None, console: Console) -> bool:
     """Audit a finished run (one with an account), write its report, and return True if the audit ``is_accepted``.
 
     A stopped run is not audited and returns True. The call blocks and runs outside any event loop, so that Ctrl-C ends
     it.
     """
-    # They import torch and the models of the page, which the start of a run does not wait for.
     from rollmesh.report.audit import audit_run
     from rollmesh.report.report_file import write_report
 
