@@ -58,7 +58,7 @@ class StepBench:
         return Stepper(self.model, self.cache, SLOTS, padded=padded, capture=capture)
 
 
-def always_draft(gate: Gate, *measured: object) -> bool:
+def always_draft(gate: Gate, *measured: object, new_plan: bool) -> bool:
     """``Gate.measure`` of an engine that drafts whatever it has cost or brought."""
     gate.drafting = True
     return False

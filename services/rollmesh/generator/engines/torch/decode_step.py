@@ -13,7 +13,7 @@ cache, so padding cannot affect a call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -30,7 +30,6 @@ from rollmesh.generator.engines.torch.decode_plan import (
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache, PlanKey
-from rollmesh.generator.engines.torch.sampling import BoolArray
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Function that captures work over static memory and returns a function that replays it."""
@@ -76,18 +75,21 @@ class Stepper:
         self._buffers = model.step_buffers(tokens, cache.longest, shared_score_tokens=cache.token_capacity)
         self._kept: OrderedDict[PlanKey, DecodePlan | TierPlan | _StaticStep] = cache.views
         """Padded steps; or plans of single tiers, as most combinations of tiers come once, and of combinations."""
+        self.plan_count = 0
+        """Plans of single tiers, and padded steps, that have been made."""
         self._current: DecodePlan | _StaticStep | None = None
         self._live: Tensor | None = None
         """Tokens of the step that are in use, int64; None if all are."""
 
-    def prepare(self, lengths: Int64Array, places: Int64Array | None = None, used: BoolArray | None = None) -> int:
+    def prepare(
+        self, lengths: Int64Array, places: Int64Array | None = None, width: int = 1, sizes: Sequence[int] = ()
+    ) -> int:
         """Prepare steps of the active rows; returns the number of steps for which this is valid.
 
         ``lengths`` [rows] are the cached tokens of all rows in order, including held rows, and ``places`` [rows] the
-        places of their adapters; None without adapters. ``used`` [active, width] are the tokens of a wide step, None is
-        one of each row; all rows have room for ``width`` tokens.
+        places of their adapters; None without adapters. A wide step has the first ``sizes`` of ``width`` tokens of each
+        active row; all rows have room for ``width``.
         """
-        width = 1 if used is None else used.shape[1]
         shares: list[TierShare] = []
         rows: list[int] = []  # of the step: numbers of rows in ``lengths``, -1 for padding
         live: list[int] = []
@@ -109,9 +111,9 @@ class Stepper:
         exact = not self._padded and len(rows) == len(lengths)
         positions = lengths if exact else np.append(lengths, 0)[rows]
         chosen: Int64Array | None = None  # of all tokens
-        if used is not None:
+        if width > 1:
             positions = (positions[:, None] + np.arange(width)).ravel()
-            chosen = (np.array(live)[:, None] * width + np.arange(width))[used]
+            chosen = np.array([row * width + at for row, size in zip(live, sizes, strict=True) for at in range(size)])
         elif len(live) < len(rows):
             chosen = np.array(live)
         self._buffers.place(positions)
@@ -151,6 +153,7 @@ class Stepper:
         step = self._kept.get(key)
         if step is None:
             step = _StaticStep(self._model, self._buffers, shares, width, self._capture)
+            self.plan_count += 1
             self._keep(key, step, _MAX_STEPS)
         assert isinstance(step, _StaticStep)
         self._kept.move_to_end(key)
@@ -178,6 +181,7 @@ class Stepper:
         plan = self._kept.get(key)
         if plan is None:
             plan = TierPlan(self._buffers, share, key[1][1], width)
+            self.plan_count += 1
             if self._buffers.shares_scores(plan.scores.numel()):
                 self._keep(key, plan, _MAX_PLANS)
             return plan

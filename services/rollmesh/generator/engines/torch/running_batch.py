@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -103,16 +104,18 @@ class RunningBatch:
         if speculation is None or speculation.rests(rows):
             self._plain_step(order)
             return
-        started, before = speculation.clock(), self.counters.generated_token_total
+        started, before, plans = speculation.clock(), self.counters.generated_token_total, self._stepper.plan_count
         lengths = self.slots.cached(self._rows)
         free_places = int((self._widths - lengths).min())
-        proposal = speculation.propose(order, self._tokens.cpu().numpy(), self.slots, free_places)
+        last = self._tokens.tolist()
+        proposal = speculation.propose(order, last, self.slots, free_places)
         if proposal is None:
             self._plain_step(order)
         else:
-            self._outgrown = self._wide_step(order, proposal, speculation, lengths) >= free_places
+            self._outgrown = self._wide_step(order, last, proposal, speculation, lengths) >= free_places
         tokens = self.counters.generated_token_total - before
-        speculation.measure(rows, tokens, speculation.clock() - started)
+        new_plan = self._stepper.plan_count > plans
+        speculation.measure(rows, tokens, speculation.clock() - started, new_plan=new_plan)
 
     def _arranged(self) -> RowOrder:
         """Return the order of the active calls' rows, which lasts until rows change."""
@@ -135,42 +138,48 @@ class RunningBatch:
         self._tokens = drawn.tokens
         self._postprocess(order, drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy(), drawn.kept_sets)
 
-    def _wide_step(self, order: RowOrder, proposal: Proposal, speculation: Speculation, lengths: Int64Array) -> int:
+    def _wide_step(
+        self, order: RowOrder, last: list[int], proposal: Proposal, speculation: Speculation, lengths: Int64Array
+    ) -> int:
         """Sample the tokens of all places of the drafts, each with its noise; keep those whose context was sampled.
 
-        ``lengths`` are the cached tokens of all rows. Returns the most tokens of a row that are kept.
+        ``last`` are the last tokens of the active rows, ``lengths`` the cached tokens of all rows. Returns the most
+        tokens of a row that are kept.
         """
-        used, slots = proposal.used, order.slots
-        inputs = proposal.context[used]
-        self._stepper.prepare(lengths, self.slots.places[self._rows], used)
-        logits = self._stepper.logits(torch.from_numpy(inputs).to(self.model.device))
-        noise = torch.from_numpy(order.noise_of(used.shape[1])[used][:, None]).to(self.model.device)
-        by_token = order.sampling if order.sampling.plain else self.slots.sampling_of(np.repeat(slots, used.sum(1)))
-        drawn = sample(logits, noise, by_token)
-        tokens, logprobs = np.zeros(used.shape, np.int64), np.zeros(used.shape, np.float32)
-        tokens[used], logprobs[used] = drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy()
-        counts = proposal.kept(tokens)
-        kept: BoolArray = np.arange(used.shape[1]) < counts[:, None]
+        slots, sizes, device = order.slots, [1 + len(draft) for draft in proposal.drafts], self.model.device
+        inputs = [token for first, draft in zip(last, proposal.drafts, strict=True) for token in (first, *draft)]
+        self._stepper.prepare(lengths, self.slots.places[self._rows], proposal.width, sizes)
+        logits = self._stepper.logits(torch.tensor(inputs, device=device))
+        by_token = order.sampling if order.sampling.plain else self.slots.sampling_of(np.repeat(slots, sizes))
+        drawn = sample(logits, order.noise_of(sizes), by_token)
+        tokens, logprobs = drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy()
+        sampled = tokens.tolist()
+        counts = proposal.kept(sampled)
+        starts = list(accumulate(sizes[:-1], initial=0))
+        kept = [start + at for start, count in zip(starts, counts, strict=True) for at in range(count)]
         sets: list[tuple[int, Int32Array]] = []
         if drawn.kept_sets is not None:
-            rows, is_kept = np.nonzero(used)[0], kept[used]
-            each = zip(by_token.keeping, split_sets(drawn.kept_sets), strict=True)
-            sets = [(slots[rows[at]], ids) for at, ids in each if is_kept[at]]
-        self.slots.record_wide(tokens, logprobs, counts, sets)
-        order.advance(counts)
-        newest = tokens[np.arange(len(counts)), counts - 1]
-        self._tokens = torch.from_numpy(newest).to(self.model.device)
-        speculation.verified(slots, proposal, counts)
-        most = int(counts.max())
+            slot_of = dict(zip(kept, np.repeat(slots, counts).tolist(), strict=True))
+            each = zip(by_token.keeping.tolist(), split_sets(drawn.kept_sets), strict=True)
+            sets = [(slot_of[at], ids) for at, ids in each if at in slot_of]
+        self.slots.record_wide(counts, tokens[kept], logprobs[kept], sets)
+        order.advance(np.array(counts))
+        speculation.verified(slots, last, proposal, counts)
+        newest = np.array([sampled[start + count - 1] for start, count in zip(starts, counts, strict=True)])
+        self._tokens = torch.from_numpy(newest).to(device)
+        most = max(counts)
         self._planned_steps = 0
         order.steps_left -= most
         if order.steps_left <= 0:  # those that have advanced most need not be those with the least room
             order.steps_left = self.slots.steps_left(slots)
         self.decode_steps += 1
-        self.counters.generated_token_total += int(counts.sum())
+        self.counters.generated_token_total += len(kept)
         stopped = order.stopped(newest)
         if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:
-            self._end_or_deliver(order, stopped, np.logical_and.reduce(np.isfinite(logprobs) | ~kept, axis=1))
+            finite = [
+                np.isfinite(logprobs[start : start + count]).all() for start, count in zip(starts, counts, strict=True)
+            ]
+            self._end_or_deliver(order, stopped, np.array(finite))
         return most
 
     def _postprocess(self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array, sets: KeptSets | None) -> None:

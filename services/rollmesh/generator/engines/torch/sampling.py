@@ -8,6 +8,7 @@ of 150k). Both methods are equally robust: a token changes only if two candidate
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -153,18 +154,18 @@ class RowOrder:
             self.positions = self.positions + _NOISE_STEPS
         return self.noise.pop()
 
-    def noise_of(self, width: int) -> npt.NDArray[np.float64]:
-        """Return the uniform numbers of the next ``width`` tokens of each row, [rows, width].
+    def noise_of(self, sizes: Sequence[int]) -> Tensor:
+        """Return the uniform numbers of the next ``sizes`` tokens of each row, float64 [tokens, 1].
 
         The rows advance by ``advance``.
         """
-        rows = len(self.keys)
-        if self.ahead is None or self.used.max() + width > _NOISE_AHEAD:
+        if self.ahead is None or self.used.max() + max(sizes) > _NOISE_AHEAD:
             self._settle()
             self.ahead = uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD))
-            self.used = np.zeros(rows, np.int64)
-        found: npt.NDArray[np.float64] = self.ahead[np.arange(rows)[:, None], self.used[:, None] + np.arange(width)]
-        return found
+            self.used = np.zeros(len(self.keys), np.int64)
+        firsts = (self.used + np.arange(len(sizes)) * _NOISE_AHEAD).tolist()
+        places = [first + at for first, size in zip(firsts, sizes, strict=True) for at in range(size)]
+        return torch.from_numpy(self.ahead.ravel()[places]).unsqueeze(1).to(self.device)
 
     def advance(self, counts: Int64Array | np.int64) -> None:
         """Move on by so many of the tokens of each row whose numbers ``noise_of`` has returned."""
@@ -176,12 +177,11 @@ class RowOrder:
         self.noise, self.ahead = [], None
 
     def stopped(self, tokens: Int64Array) -> BoolArray:
-        """Return a mask of the tokens, [rows] or [rows, tokens], that are stop ids of their row."""
+        """Return a mask of the rows that drew one of their stop ids, [rows]."""
         if self.common_stop is not None:
             found: BoolArray = tokens == self.common_stop
         else:
-            stops = self.stops if tokens.ndim == 1 else self.stops[:, None]
-            found = (stops == tokens[..., None]).any(axis=-1)
+            found = (self.stops == tokens[:, None]).any(axis=1)
         return found
 
 

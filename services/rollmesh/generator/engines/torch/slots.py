@@ -6,7 +6,7 @@ change of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +22,6 @@ from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, In
 
 CAPACITY = 256
 """Number of undelivered tokens that a slot can hold; also the longest chunk."""
-_PLACES = 2 * CAPACITY
-"""Tokens of a slot that are stored: undelivered ones, those before, and drafts that were not kept."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -149,16 +147,17 @@ class SlotTable:
         self._step_count += 1
 
     def record_wide(
-        self, tokens: Int64Array, logprobs: Float32Array, counts: Int64Array, sets: Iterable[tuple[int, Int32Array]]
+        self,
+        counts: Sequence[int],
+        tokens: Int64Array,
+        logprobs: Float32Array,
+        sets: Iterable[tuple[int, Int32Array]],
     ) -> None:
-        """Store the first ``counts`` tokens of each row of a wide step, [rows, width] each, and their ``sets``.
-
-        ``sets`` are kept sets with their slots, in order.
-        """
-        self._sampled.append_wide(tokens, logprobs, counts)
+        """Store tokens of a wide step, ``counts`` of each row, and their kept sets with their slots, in order."""
+        self._sampled.append_uneven(counts, tokens, logprobs)
         for slot, ids in sets:
             self._sets[slot].append(ids)
-        self.cached_total += int(counts.sum())
+        self.cached_total += len(tokens)
         self._step_count += 1
 
     def recent(self, slot: int) -> bytes:
@@ -246,8 +245,8 @@ class SampledTokens:
 
     def __init__(self, slot_count: int) -> None:
         self._counts = np.zeros(slot_count, np.int64)
-        self._tokens = np.zeros((slot_count, _PLACES), np.int32)
-        self._logprobs = np.zeros((slot_count, _PLACES), np.float32)
+        self._tokens = np.zeros((slot_count, CAPACITY), np.int32)
+        self._logprobs = np.zeros((slot_count, CAPACITY), np.float32)
         self._rows = np.zeros(0, np.int64)
         """Slot of each row of a step."""
         self._steps: list[tuple[Int64Array, Float32Array]] = []
@@ -261,21 +260,22 @@ class SampledTokens:
     def append(self, tokens: Int64Array, logprobs: Float32Array) -> None:
         self._steps.append((tokens, logprobs))
 
-    def append_wide(self, tokens: Int64Array, logprobs: Float32Array, counts: Int64Array) -> None:
-        """Append the first ``counts`` tokens of each row of a wide step, [rows, width]; later ones replace others."""
+    def append_uneven(self, counts: Sequence[int], tokens: Int64Array, logprobs: Float32Array) -> None:
+        """Append ``counts`` tokens of each row."""
         self._store()
-        before = self._counts[self._rows]
-        place = (self._rows[:, None], (before[:, None] + np.arange(tokens.shape[1])) % _PLACES)
+        before = self._counts[self._rows].tolist()
+        columns = [(first + at) % CAPACITY for first, count in zip(before, counts, strict=True) for at in range(count)]
+        place = np.repeat(self._rows, counts), columns
         self._tokens[place] = tokens
         self._logprobs[place] = logprobs
-        self._counts[self._rows] = before + counts
+        self._counts[self._rows] += counts
 
     def reset(self, slot: int, before: Int32Array) -> None:
         """Start to count the tokens of a slot, which continue those ``before``."""
         self._store()
         self._counts[slot] = 0
         self._tokens[slot, -COMPARED:] = 0
-        self._tokens[slot, _PLACES - len(before) :] = before
+        self._tokens[slot, CAPACITY - len(before) :] = before
 
     def counts(self, slots: int | Int64Array) -> Int64Array:
         self._store()
@@ -285,12 +285,12 @@ class SampledTokens:
     def since(self, slot: int, start: int) -> tuple[Int32Array, Float32Array]:
         """Return the token ids and log-probabilities of a slot after its first ``start`` tokens."""
         self._store()
-        columns = np.arange(start, self._counts[slot]) % _PLACES
+        columns = np.arange(start, self._counts[slot]) % CAPACITY
         return self._tokens[slot, columns], self._logprobs[slot, columns]
 
     def newest(self, slot: int) -> bytes:
         """Return the last ``COMPARED`` tokens of a slot and those before, int32."""
-        stop = int(self.counts(slot)) % _PLACES
+        stop = int(self.counts(slot)) % CAPACITY
         row = self._tokens[slot]
         parts = (row[stop - COMPARED : stop],) if stop >= COMPARED else (row[stop - COMPARED :], row[:stop])
         return b"".join(part.tobytes() for part in parts)
@@ -299,13 +299,13 @@ class SampledTokens:
         if not self._steps:
             return
         if len(self._steps) == 1:
-            place = (self._rows, self._counts[self._rows] % _PLACES)
+            place = (self._rows, self._counts[self._rows] % CAPACITY)
             self._tokens[place], self._logprobs[place] = self._steps.pop()
             self._counts[self._rows] += 1
             return
         tokens, logprobs = (np.stack(column, axis=1) for column in zip(*self._steps, strict=True))
         numbers = self._counts[self._rows][:, None] + np.arange(len(self._steps))
-        place = (self._rows[:, None], numbers % _PLACES)
+        place = (self._rows[:, None], numbers % CAPACITY)
         self._tokens[place] = tokens
         self._logprobs[place] = logprobs
         self._counts[self._rows] += len(self._steps)

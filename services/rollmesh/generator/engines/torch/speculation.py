@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-
-import numpy as np
 
 from rollmesh.generator.engines.engine_protocol import RUNNING_BOUNDS, SpeculationCounters
 from rollmesh.generator.engines.torch.drafts import Drafts
 from rollmesh.generator.engines.torch.kernels import Int64Array
-from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder
+from rollmesh.generator.engines.torch.sampling import RowOrder
 from rollmesh.generator.engines.torch.slots import RunningCall, SlotTable
 from rollmesh.types import Int32Array
 
@@ -40,7 +38,7 @@ _QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
 _PLAIN_STEPS, _TRIAL_STEPS, _DRAFTING_STEPS = 16, 32, 512
 """Plain steps that are measured before steps with drafts; and of these the first ones, and all until the next plain."""
-_MOST_LOST = 6
+_MOST_LOST = 8
 """Plain steps whose seconds drafts may lose before they rest."""
 _MARGIN = 1.02
 """Tokens a second over those of plain steps above which drafts go on."""
@@ -48,7 +46,7 @@ _LEAST_CHANCE = 0.4
 """Chance below which a token is not drafted."""
 _LEARNING, _RECOVERY = 1 / 8, 1 / 64
 """Weight of one token in a chance; and of one draft that is left out, so that all are tried again."""
-_FIRST_REST, _LONGEST_REST = 1 << 10, 1 << 13
+_FIRST_REST, _LONGEST_REST = 1 << 10, 1 << 12
 """Plain steps after drafts that do not pay."""
 
 
@@ -58,6 +56,7 @@ class _Course:
 
     prompt_key: int
     is_short: bool
+    stops: Sequence[int]
     length: int = _FIRST
     misses: int = 0
     look_at: int = 0
@@ -83,8 +82,11 @@ class Gate:
     rest: int = _FIRST_REST
     rests_until: int = 0
 
-    def measure(self, step: int, rows: int, tokens: int, seconds: float) -> bool:
-        """Record a step; tell whether the drafts do not pay and rest now."""
+    def measure(self, step: int, rows: int, tokens: int, seconds: float, *, new_plan: bool) -> bool:
+        """Record a step; tell whether the drafts do not pay and rest now.
+
+        One that has made a ``new_plan``, which later ones use again, counts only in what all steps have brought.
+        """
         self.steps += 1
         if not self.drafting:
             self.samples.append(seconds / tokens)
@@ -97,10 +99,11 @@ class Gate:
         usual = self.plain * rows
         seconds = min(seconds, 4 * usual)  # what takes longer is not the step's own
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
-        self.gained = min(self.gained + self.plain * tokens - seconds, _MOST_LOST * usual)
-        pays = self.gained > -_MOST_LOST * usual
-        if pays and self.steps in (_TRIAL_STEPS, _DRAFTING_STEPS):
-            pays = self.plain * self.tokens > _MARGIN * self.seconds
+        if not new_plan:
+            self.gained = min(self.gained + self.plain * tokens - seconds, _MOST_LOST * usual)
+        pays = self.gained > (0 if self.steps == _TRIAL_STEPS else -_MOST_LOST * usual)
+        if self.steps == _DRAFTING_STEPS:
+            pays = pays and self.plain * self.tokens > _MARGIN * self.seconds
         if pays and self.steps < _DRAFTING_STEPS:
             return False
         self._start(drafting=False)
@@ -118,24 +121,28 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafts of a step, of the calls in its rows."""
+    """Drafts of a step, one of each row, some of them empty."""
 
-    context: Int64Array
-    """The last token of each call and those drafted behind it, [rows, width]."""
-    counts: Int64Array
-    """Tokens of each draft, [rows]."""
+    drafts: Sequence[Sequence[int]]
 
     @property
-    def used(self) -> BoolArray:
-        """Tokens of the step, [rows, width]."""
-        found: BoolArray = np.arange(self.context.shape[1]) <= self.counts[:, None]
-        return found
+    def width(self) -> int:
+        longest = max(map(len, self.drafts))
+        return next(width for width in WIDTHS if width > longest)
 
-    def kept(self, tokens: Int64Array) -> Int64Array:
-        """Return how many of the sampled ``tokens`` [rows, width] are kept: until one is not the draft's, [rows]."""
-        same = np.logical_and.accumulate(tokens[:, :-1] == self.context[:, 1:], axis=1).sum(1)
-        found: Int64Array = 1 + np.minimum(same, self.counts)
-        return found
+    def kept(self, tokens: Sequence[int]) -> list[int]:
+        """Return how many of the sampled ``tokens`` of each row are kept: until one is not the draft's.
+
+        Each row has one more than its draft.
+        """
+        counts, start = [], 0
+        for draft in self.drafts:
+            count = 0
+            while count < len(draft) and tokens[start + count] == draft[count]:
+                count += 1
+            counts.append(1 + count)
+            start += 1 + len(draft)
+        return counts
 
 
 class Speculation:
@@ -143,7 +150,7 @@ class Speculation:
 
     def __init__(self, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self._chances = np.ones(vocab_size)
+        self._chances = [1.0] * vocab_size
         """Chance that the token drafted behind a token is accepted."""
         self.drafts = Drafts(HISTORY_TOKENS)
         self._courses: dict[int, _Course] = {}
@@ -174,7 +181,8 @@ class Speculation:
         request = call.request
         key = hash(request.context_ids[: request.prompt_token_count].tobytes())
         mean = self._length_sum / max(1, len(self._lengths))
-        self._courses[call.slot] = _Course(key, self._lengths.get(key, mean) < _SHORT * mean)
+        is_short = self._lengths.get(key, mean) < _SHORT * mean
+        self._courses[call.slot] = _Course(key, is_short, request.sampling.stop_token_ids)
 
     def end(self, call: RunningCall, *, finished: bool) -> None:
         """Forget a call that leaves its slot; the response of one that has ``finished`` is drafted from now on."""
@@ -209,8 +217,8 @@ class Speculation:
         self._row_tokens[number] += rows
         return True
 
-    def propose(self, order: RowOrder, tokens: Int64Array, table: SlotTable, free_places: int) -> Proposal | None:
-        """Return drafts of the active calls, whose last ones are ``tokens`` [rows]; None for a plain step.
+    def propose(self, order: RowOrder, tokens: Sequence[int], table: SlotTable, free_places: int) -> Proposal | None:
+        """Return drafts of the active calls, whose last tokens are ``tokens``; None for a plain step.
 
         ``free_places`` are the tokens that fit in every row of the cache.
         """
@@ -221,32 +229,37 @@ class Speculation:
         widths = [width for width in WIDTHS if width <= most]
         if not widths:
             return None
-        found: dict[int, Int32Array] = {}
-        chances = self._chances[tokens].tolist()
-        for row, (slot, chance) in enumerate(zip(order.slots.tolist(), chances, strict=True)):
-            course = self._courses[slot]
-            if course.is_short or course.look_at > self._step or course.prompt_key not in self._lengths:
-                continue
-            if chance < _LEAST_CHANCE:
-                self._chances[tokens[row]] += (1 - chance) * _RECOVERY
-            elif place := self._find(course, table.recent(slot)):
-                found[row] = self.drafts.tokens(place, min(max(course.length, _LEAST_WIDTH), widths[-1]) - 1)
-        if not found:
+        drafts = [
+            self._draft(self._courses[slot], slot, last, table, widths[-1])
+            for slot, last in zip(order.slots.tolist(), tokens, strict=True)
+        ]
+        if not any(drafts):
             return None
-        context = np.full((rows, 1 + max(map(len, found.values()))), -1, np.int64)
-        context[:, 0] = tokens
-        for row, draft in found.items():
-            context[row, 1 : 1 + len(draft)] = draft
-        drafts = context[:, 1:]
-        likely = np.multiply.accumulate(self._chances[np.maximum(context[:, :-1], 0)], axis=1) >= _LEAST_CHANCE
-        is_draft = np.logical_and.accumulate(likely & (drafts >= 0) & ~order.stopped(drafts), axis=1)
-        counts = is_draft.sum(1)
-        if order.steps_left <= drafts.shape[1]:
+        if order.steps_left < widths[-1]:
             room = table.room(order.slots)
             order.steps_left = int(room.min())
-            counts = np.minimum(counts, room - 1)
-        longest = int(counts.max())
-        return Proposal(context[:, : next(w for w in WIDTHS if w > longest)], counts) if longest else None
+            drafts = [draft[: most - 1] for draft, most in zip(drafts, room.tolist(), strict=True)]
+        return Proposal(drafts) if any(drafts) else None
+
+    def _draft(self, course: _Course, slot: int, last: int, table: SlotTable, widest: int) -> list[int]:
+        """Return what follows the ``last`` token of a call, until it is unlikely or a stop id."""
+        if course.is_short or course.look_at > self._step or course.prompt_key not in self._lengths:
+            return []
+        chances = self._chances
+        chance = chances[last]
+        if chance < _LEAST_CHANCE:
+            chances[last] += (1 - chance) * _RECOVERY
+            return []
+        place = self._find(course, table.recent(slot))
+        if not place:
+            return []
+        draft: list[int] = []
+        for token in self.drafts.tokens(place, min(max(course.length, _LEAST_WIDTH), widest) - 1).tolist():
+            if token < 0 or chance < _LEAST_CHANCE or token in course.stops:
+                break
+            draft.append(token)
+            chance *= chances[token]
+        return draft
 
     def _find(self, course: _Course, recent: bytes) -> int:
         """Return the place in the history of the token that is expected next; 0 if there is none."""
@@ -259,26 +272,26 @@ class Speculation:
             course.look_at = self._step + min(1 << course.misses - _QUIET_MISSES, _LONGEST_QUIET)
         return 0
 
-    def verified(self, slots: Int64Array, proposal: Proposal, kept: Int64Array) -> None:
-        """Record a wide step: the number of tokens ``kept`` of each row."""
-        accepted, columns = kept - 1, np.arange(proposal.context.shape[1])
-        tried = columns < np.minimum(kept, proposal.counts)[:, None]  # tokens behind which a draft was judged
-        before, right = proposal.context[tried], (columns < accepted[:, None])[tried]
-        self._chances[before] += (right - self._chances[before]) * _LEARNING
-        self._drafted += int(proposal.counts.sum())
-        self._accepted += int(accepted.sum())
-        for slot, drafted, count in zip(slots.tolist(), proposal.counts.tolist(), accepted.tolist(), strict=True):
-            if drafted:
-                course = self._courses[slot]
-                course.length = next_length(course.length, drafted, count)
+    def verified(self, slots: Int64Array, tokens: Sequence[int], proposal: Proposal, kept: Sequence[int]) -> None:
+        """Record a wide step behind the last ``tokens`` of each row: the number of tokens that are ``kept``."""
+        chances = self._chances
+        for slot, last, draft, count in zip(slots.tolist(), tokens, proposal.drafts, kept, strict=True):
+            if draft:
+                course, accepted, before = self._courses[slot], count - 1, last
+                for at, token in enumerate(draft[:count]):
+                    chances[before] += ((at < accepted) - chances[before]) * _LEARNING
+                    before = token
+                self._drafted += len(draft)
+                self._accepted += accepted
+                course.length = next_length(course.length, len(draft), accepted)
 
-    def measure(self, rows: int, tokens: int, seconds: float) -> None:
-        """Record the seconds of a step of ``rows`` calls that has sampled ``tokens``."""
+    def measure(self, rows: int, tokens: int, seconds: float, *, new_plan: bool = False) -> None:
+        """Record the seconds of a step of ``rows`` calls that has sampled ``tokens``; see ``Gate.measure``."""
         number = _class_of(rows)
         self._row_steps[number] += rows
         self._row_tokens[number] += tokens
         gate = self.gates[number]
-        if gate.measure(self._step, rows, tokens, seconds):
+        if gate.measure(self._step, rows, tokens, seconds, new_plan=new_plan):
             for other in self.gates[number:]:  # the more calls, the less do drafts bring
                 other.rests_until = max(other.rests_until, gate.rests_until)
 
