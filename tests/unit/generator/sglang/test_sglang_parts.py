@@ -275,3 +275,19 @@ def test_slots_go_out_in_order_of_arrival_and_are_kept_until_the_call_leaves():
 )
 def test_only_an_update_that_wrote_nothing_leaves_the_old_weights(message, reported, unchanged):
     assert nothing_changed(message, reported, 4) is unchanged
+
+
+def test_tokens_of_a_refused_version_and_all_after_them_are_dropped():
+    kept, fell = without(piece((0, 3), (1, 2), (0, 4)), {1}, 0)
+    assert kept.token_ids.tolist() == [0, 1, 2] and kept.cut and not fell
+    kept, fell = without(piece((1, 2), (0, 4), stopped=True), {1}, 0)
+    assert len(kept) == 0 and not kept.stopped and not fell
+
+
+def test_the_versions_of_a_call_never_fall():
+    kept, fell = without(piece((1, 3), (0, 2)), set(), 0)
+    assert (len(kept), fell) == (3, True)
+    kept, fell = without(piece((1, 3)), set(), 2)
+    assert (len(kept), fell) == (0, True)
+    whole = piece((1, 3), (2, 2))
+    assert without(whole, set(), 1) == (whole, False)
