@@ -27,7 +27,6 @@ from rollmesh.trainer.learner.adapter_layers import (
     base_parameters,
     halve_base,
 )
-from rollmesh.trainer.learner.linear_layers import use_onednn
 from rollmesh.trainer.learner.packed_attention import PACKED_ATTENTION, PackedLayout
 from rollmesh.trainer.learner.packing import MicroBatch
 from rollmesh.trainer.learner.packing_check import (
@@ -238,7 +237,6 @@ def load_policy_model(
     if head is not None:  # what is in memory: transformers unties a head of its own, whatever config says
         causal_lm.config.tie_word_embeddings = head.weight is causal_lm.get_input_embeddings().weight
     nn.Module.to(causal_lm, device)
-    use_onednn(causal_lm)
     return PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
 
 
