@@ -113,7 +113,7 @@ class SimulatedLeader:
             self._alarm.set(max(self._timeout_at(), queue.now + LOOK_SECONDS))
 
     def _with_load(self, view: MeshView) -> MeshView:
-        """Return the view with the evidence of an automatic pool, as ``rollout/evidence.py`` does."""
+        """Return the view with the evidence of an automatic pool, as ``rollout/leader_parts.py`` does."""
         if not self._schedule.auto_pool:
             return view
         if view.now >= self._load_at + _MEASURE_SECONDS:
@@ -178,7 +178,7 @@ class SimulatedLeader:
         )
 
     def _expectation(self, prompt_id: str) -> tuple[float | None, int | None]:
-        """Return the expected length and the start rank, as ``rollout/evidence.py`` does."""
+        """Return the expected length and the start rank, as ``rollout/leader_parts.py`` does."""
         if self._schedule.start_order is not StartOrder.LONGEST_EXPECTED:
             return None, None
         history = self._queue.history

@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from rollmesh.agents import unrecorded
+from rollmesh.agents import recorded_calls, unrecorded
+from rollmesh.mesh import Cursor
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
 from .agent_client import Agent, http_of, state
@@ -70,6 +71,34 @@ async def test_an_outage_of_redis_holds_sessions_back_and_loses_nothing(tmp_path
         # Nobody plays the trainer that states its step to the new server: nothing is cut, and all of it is there.
         found = (await mesh.store.mesh.counts()).trajectories
         assert (found["scored"], found["leased"], found["partial"]) == (2, 0, 0), found
+
+
+async def test_a_context_that_drifts_while_redis_recovers_waits_and_costs_no_tokens(
+    tmp_path: Path, own: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        agent_mesh(tmp_path / "drifts", own, retry_seconds=1.0) as mesh, mesh.api() as api, http_of(api) as http,
+    ):  # fmt: skip
+        agent = await Agent.open(api, http)
+        await agent.turn()
+        await asyncio.to_thread(own.kill)
+        await asyncio.to_thread(own.start)
+        await agent.turn()
+        (before,) = (await state(http, agent.id))["trajectories"]
+        agent.messages[1] = {"role": "assistant", "content": "a summary of what I said"}
+        with monkeypatch.context() as patch:
+            patch.setattr(recorded_calls, "_PARKED_SECONDS", 1.0)
+            with pytest.raises(openai.InternalServerError, match="no other trajectory can open") as refused:
+                await agent.turn()
+        assert (refused.value.status_code, refused.value.code) == (503, "session_parked")
+        await mesh.store.training.reassert(mesh.trainer, 0, 0, [], [], Cursor())
+        await agent.turn()
+        seen = await state(http, agent.id)
+        assert seen["drift_count"] == 1
+        first, _ = seen["trajectories"]
+        assert (first["id"], first["tokens"]) == (before["id"], before["tokens"])
+        assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0
+        await agent.aclose()
 
 
 async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(

@@ -8,7 +8,7 @@ import signal
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,33 @@ async def test_a_stream_abandoned_at_the_other_replica_frees_the_session(make_me
         await agent.aclose()
 
 
+async def test_one_session_has_a_name_that_two_replicas_open_at_once(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(rollout=NAMED)
+    await mesh.store.settings.set_user_paused(True)
+    async with two(mesh) as (first, at_first, second, _), AsyncExitStack() as stack:
+        call: dict[str, Any] = {
+            "model": mesh.config.name,
+            "messages": [{"role": "user", "content": "a?"}],
+            "max_tokens": 4,
+            "extra_headers": {"X-Session-ID": "episode 7"},
+        }
+        clients = [await stack.enter_async_context(api.client(max_retries=30)) for api in (first, second)]
+        calls = [asyncio.create_task(client.chat.completions.create(**call)) for client in clients]
+        managers = [api.service.agent_parts.session_manager for api in (first, second)]
+        await mesh.until("both wait for a prompt", lambda: all(manager.waiting.wanted() for manager in managers))
+        await mesh.store.settings.set_user_paused(False)
+        answers = await asyncio.gather(*calls)
+        assert len({answer.model_extra["rollmesh"]["session"] for answer in answers}) == 1
+        (session,) = (await at_first.get("/sessions")).json()["data"]
+        assert session["name"] == "episode 7"
+        assert sum(api.value("rollmesh_agents_sessions_opened_total") for api in (first, second)) == 1
+
+        async def one_is_leased() -> bool:
+            return (await mesh.store.mesh.counts()).trajectories["leased"] == len(session["trajectories"])
+
+        await mesh.until("the other prompt is given back", one_is_leased)
+
+
 async def test_a_replica_that_stops_hands_each_session_to_one_other_whole(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 2})
     async with mesh.api(1) as second, mesh.api(2) as third, http_of(second) as http, http_of(third) as at_third:
@@ -158,6 +185,62 @@ async def test_a_replica_that_stops_hands_each_session_to_one_other_whole(make_m
     rewards = [t.shaped_reward for g in (await mesh.batch(1)).groups for t in g.trajectories]
     assert sorted(rewards) == [0.0, 0.0, 1.0, 1.0, 2.0, 3.0]
     assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0
+
+
+async def test_a_call_in_a_replica_that_stood_still_is_answered_where_its_session_is_now(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(
+        rollout={"partial_save_tokens": 48}, generator={"pace": [[1, 0.02]]}, store={"session_ttl_seconds": 3.0}
+    )
+    ports = [free_port() for _ in range(2)]
+    urls = [f"http://127.0.0.1:{port}/v1" for port in ports]
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with (
+        httpx.AsyncClient(base_url=urls[1], headers=headers, trust_env=False, timeout=120) as http,
+        AsyncOpenAI(base_url=urls[0], api_key=TOKEN, max_retries=60) as client,
+        agents_process(mesh, ports[0]) as first,
+        agents_process(mesh, ports[1]),
+    ):
+        told = dict(await client.post("/sessions", cast_to=object, body={"wait_seconds": 90}))  # type: ignore[call-overload]
+
+        async def tokens() -> int:
+            return sum(each["tokens"] for each in (await http.get(f"/sessions/{told['id']}")).json()["trajectories"])
+
+        async def is_taken_over() -> bool:
+            seen = await http.get(f"/sessions/{told['id']}", headers={"X-Rollmesh-Forwarded": "1"})
+            return seen.status_code == 200
+
+        asked = {"model": mesh.config.name, "messages": told["messages"], "max_tokens": 200}
+        call = client.chat.completions.create(**asked, extra_headers={"X-Rollmesh-Session": told["id"]})
+        answer = asyncio.create_task(call)
+        while await tokens() < 60:
+            await asyncio.sleep(0.05)
+        first.send_signal(signal.SIGSTOP)
+        await mesh.until("the other replica has the session", is_taken_over)
+        first.send_signal(signal.SIGCONT)
+        assert (await answer).model_extra["rollmesh"]["session"] == told["id"]
+    assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0
+
+
+async def test_nothing_is_sent_to_the_address_of_a_replica_that_is_gone(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh()
+    async with mesh.api(1) as second, http_of(second) as http:
+        async with mesh.api(0) as first, http_of(first) as at_first:
+            agent = await Agent.open(first, at_first)
+            await agent.turn()
+            assert (await at_first.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
+            await agent.aclose()
+            port = httpx.URL(first.url).port
+        strangers = list[bytes]()
+
+        async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            strangers.append(await reader.read(65536))
+            writer.close()
+
+        async with await asyncio.start_server(stranger, "127.0.0.1", port):
+            again = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})
+        assert (again.status_code, strangers) == (404, []), "another process may have the address by now"
 
 
 async def test_the_sessions_of_a_killed_replica_continue_at_the_other_one(make_mesh: Callable[..., Any]) -> None:

@@ -52,6 +52,8 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ("trainer.algorithm.clip_hi=1", r"trainer.algorithm.clip_hi: unknown key.*clip_high.*got 1"),
         ("trainer.train_steps=many", "trainer.train_steps: .*'many'"),
         ("schedule.group_size=1", "schedule.group_size=1: .* at least 2"),
+        ("rollout.top_p=0", r"rollout.top_p: .*greater than 0 \(got 0\)"),
+        ("rollout.top_p=1.01", r"rollout.top_p: .*less than or equal to 1 \(got 1.01\)"),
         ("rollout.top_k=1", r"rollout.top_k: 1 is greedy: .*set 0 \(off\) or 2"),
         ("rollout.top_k=9 rollout.kept_tokens=8", "rollout: top_k=9 is more than kept_tokens=8.*raise rollout.kept"),
         ("model.trust_remote_code=true", "model.trust_remote_code: unknown key; only model code of transformers"),

@@ -7,9 +7,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.policies import FetchedPolicy, VerifiedPolicy
-from rollmesh.errors import EngineError
+from rollmesh.errors import CheckpointError, EngineError, Reason
 from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.generator_metrics import GeneratorMetrics
@@ -65,6 +67,18 @@ async def test_the_files_are_verified_while_the_engine_reads_them(tmp_path: Path
     assert scorable
     assert (policy.folder, policy.manifest.policy_version) == (store.root / record.path, 0)
     assert engine.staged == [policy.folder]
+
+
+async def test_a_damaged_policy_is_refused_with_its_reason_whatever_the_engine_says(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, SECRET)
+    record = publish(store, 0)
+    with (store.root / record.path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    for engine in (Engine(), Engine(EngineError("not readable"))):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: sha256") as raised:
+            await staging(engine, store).staged(record, None)
+        assert raised.value.reason == Reason.TAMPERED
 
 
 async def test_a_folder_that_was_replaced_meanwhile_is_read_again(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from rollmesh.errors import DataError
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch
 
-from ....kit.made_batches import batch_of, forked_groups, random_batch, with_teacher
+from ....kit.made_batches import batch_of, forked_groups, random_batch, with_kept_sets, with_teacher
 from ....kit.trainer_reference import largest_difference
 from .conftest import VERSIONS, ModelMaker, exported, make_trainer
 
 BATCH = random_batch(11, groups=5, train_step=3, versions=3)
 BATCH = batch_of(*(list(g.trajectories) for g in BATCH.groups), *forked_groups(3), train_step=3)
 BATCH = with_teacher(BATCH, 1, top_k=3)
+KEPT = with_kept_sets(BATCH, 1, full=0.5)
 
 
 def trainer_at_step_two(
@@ -59,16 +60,16 @@ def first_moments(trainer: PolicyTrainer) -> torch.Tensor:
 def test_parts_in_any_order_give_the_step_of_the_whole_batch(
     make_model: ModelMaker, dtype: torch.dtype, most: float, algorithm: dict[str, Any]
 ) -> None:
-    folder = make_model("qwen2")
+    folder, batch = make_model("qwen2"), BATCH if "teacher" in algorithm else KEPT
     whole, parts = (trainer_at_step_two(folder, dtype, share_prefixes=share, **algorithm) for share in (False, True))
     if "kl_coefficient" in algorithm:
         for trainer in (whole, parts):
             trainer._old_logprob_scorer._versions._folder = lambda version: folder
-    expected = whole.train(BATCH, VERSIONS)
-    parts.accumulate([BATCH.groups[3], BATCH.groups[1]], VERSIONS)
-    parts.accumulate([BATCH.groups[0], BATCH.groups[5]], VERSIONS)
+    expected = whole.train(batch, VERSIONS)
+    parts.accumulate([batch.groups[3], batch.groups[1]], VERSIONS)
+    parts.accumulate([batch.groups[0], batch.groups[5]], VERSIONS)
     assert parts.accumulated_group_ids == {"g0", "g1", "g3", "f0"}
-    report = parts.train(BATCH, VERSIONS)
+    report = parts.train(batch, VERSIONS)
     assert (expected.groups_before_cut, report.groups_before_cut) == (0, 4)
     assert report.loss == pytest.approx(expected.loss, rel=most, abs=most)
     assert report.grad_norm == pytest.approx(expected.grad_norm, rel=most)
@@ -89,15 +90,14 @@ def with_other_rewards(batch: Batch) -> Batch:
     return replace(batch, groups=(replace(first, trajectories=members), *others))
 
 
-@pytest.mark.parametrize("change", ["contents", "groups", "settings", "policy", "state"])
+@pytest.mark.parametrize("change", ["contents", "kept sets", "groups", "settings", "policy", "state"])
 def test_a_batch_that_is_not_the_one_of_the_parts_is_computed_whole(
     make_model: ModelMaker, tmp_path: Path, change: str
 ) -> None:
     folder = make_model("qwen2")
     whole, parts = (trainer_at_step_two(folder, torch.float64) for _ in range(2))
-    batch = {"contents": with_other_rewards(BATCH), "groups": replace(BATCH, groups=BATCH.groups[1:])}.get(
-        change, BATCH
-    )
+    batches = {"contents": with_other_rewards(BATCH), "groups": replace(BATCH, groups=BATCH.groups[1:])}
+    batch = (batches | {"kept sets": KEPT}).get(change, BATCH)
     settings = parts.settings(3)
     if change == "settings":
         settings = settings.model_copy(update={"learning_rate": 2e-2})
