@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply
 
-from ...kit.generation import collect, make_call, prompt_ids
+from ...kit.generation import collect, hf_logprobs, make_call, prompt_ids
 from .conftest import CONFIGS
 
 
@@ -27,6 +27,17 @@ async def test_logprobs_match_teacher_forcing_while_rows_grow_through_length_tie
     for call, rollout in zip(calls, await asyncio.gather(*(collect(engine, c) for c in calls)), strict=True):
         assert len(rollout.tokens) == call.max_new_token_count
         rollout.check_pure([model_folder(name)])
+
+
+@pytest.mark.usefixtures("_either_multiply")
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_scores_match_teacher_forcing_for_ragged_sequences(engine_of, model_folder, name):
+    engine = await engine_of(name)
+    engine._thread.batch.model.forward_tokens = 64  # one sequence is longer than a pass
+    sequences = [prompt_ids(i, count) for i, count in enumerate((40, 3, 17, 1, 100))]
+    for ids, scores in zip(sequences, await engine.score(sequences), strict=True):
+        assert len(scores) == len(ids) - 1
+        np.testing.assert_allclose(scores, hf_logprobs(model_folder(name), ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
