@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from rollmesh.trainer.service.publishing import canary_sequences
 from rollmesh.trainer.service.ranks import RankCoordinator
 from rollmesh.types import Batch, PolicyRecord
 
+from ...kit.checkpoint_samples import step_settings
 from ...kit.made_batches import (
     VOCAB,
     batch_of,
@@ -271,6 +272,37 @@ def fill_disk(model: Path, root: Path) -> None:
         print("followed to the end")
 
 
+class LivelyCatalog(PolicyCatalog):
+    """A catalog that hears of a further policy after each look at the known ones."""
+
+    def snapshot(self) -> tuple[tuple[PolicyRecord, ...], Mapping[int, int]]:
+        found = super().snapshot()
+        step = len(found[0])
+        self.update([PolicyRecord(policy_version=step, train_step=step, path="", manifest_digest="")])
+        return found
+
+
+def announce(root: Path) -> None:
+    """Print with which policies a rank carries out orders, between which rank 0 hears of further ones."""
+    world = join_world("cpu")
+    checkpoints = CheckpointStore(root, b"a secret of at least thirty-two b")
+    catalog = (LivelyCatalog if world.leads else PolicyCatalog)(checkpoints)
+    trainer = SimpleNamespace(
+        accumulate=lambda _, steps: print("accumulate", dict(steps)),
+        end_stage=lambda _, steps, kept: print("end_stage", dict(steps)),
+        train=lambda _, steps, *others: print("train", dict(steps)),
+    )
+    ranks = RankCoordinator(cast(PolicyTrainer, trainer), world, checkpoints, catalog)
+    if world.leads:
+        for _ in range(2):
+            ranks.accumulate(BATCH.groups)
+            ranks.end_stage((), ())
+            ranks.train(BATCH, step_settings())
+        ranks.dismiss()
+    else:
+        ranks.follow()
+
+
 def wait(folder: Path) -> None:
     """Send an order late as rank 0, then end without leaving the group; rank 1 prints how its waits end."""
     world = join_world("cpu")
@@ -294,7 +326,10 @@ def wait(folder: Path) -> None:
         print("leader:", error)
 
 
-SCENES = {scene.__name__: scene for scene in (train_recipe, compute_in_bfloat16, read_other_settings, fill_disk, wait)}
+SCENES = {
+    scene.__name__: scene
+    for scene in (train_recipe, compute_in_bfloat16, read_other_settings, fill_disk, announce, wait)
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -166,6 +166,14 @@ def test_the_wait_for_an_order_outlasts_the_limit_of_collective_calls_and_ends_w
     assert re.search(r"^leader: .*(closed|reset)", follower, re.MULTILINE), follower
 
 
+def test_ranks_work_with_the_policies_that_rank_0_knew_when_it_sent_the_order(tmp_path: Path) -> None:
+    leader, follower = (
+        re.findall(r"^(?:accumulate|end_stage|train) .*$", printed, re.MULTILINE)
+        for printed in run_two_ranks("announce", tmp_path / "checkpoints")
+    )
+    assert leader == follower and len(leader) == 6
+
+
 @pytest.mark.parametrize(
     ("change", "groups_ahead"),
     [(f"trainer.tokens_per_microbatch={OTHER_BUDGET}", 0), ("trainer.learning_rate=0.02", 1)],

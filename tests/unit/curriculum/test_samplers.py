@@ -45,6 +45,12 @@ def test_difficulty_has_the_probabilities_of_the_known_answers(temperature: floa
     assert np.round(target_weights(RATES, 0.5, temperature), 4).tolist() == known
 
 
+def test_a_domain_without_completed_trajectories_gets_ten_times_its_share() -> None:
+    weights = domain_weights({"a": 0.5, "b": 0.5}, {"a": 100, "b": 0}, 50)
+    assert weights["b"] / weights["a"] == pytest.approx(10 / 0.5)
+    assert domain_weights({"a": 0.2, "b": 0.8}, {"a": 49, "b": 0}, 50) == {"a": 0.2, "b": 0.8}
+
+
 def test_domain_mix_draws_the_prompts_of_a_domain_in_turn() -> None:
     choose = sampler("domain_mix", targets={"a": 0.25, "b": 0.75})
     table, history = tables([record(groups=2), None, None, record()], domains=["a", "a", "b", "b"], in_progress=[2])
