@@ -199,6 +199,18 @@ async def test_the_same_context_again_is_a_retry_or_a_wish_for_another_answer(ma
         await agent.aclose()
 
 
+async def test_equal_calls_at_once_get_an_answer_each(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1}, generator={"pace": [[1, 0.01]]})
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
+        options: dict[str, Any] = {"model": mesh.config.name, "messages": agent.messages, "max_tokens": 20}
+        client = agent.client.with_options(max_retries=10)
+        calls = [client.chat.completions.create(**options, extra_body={"return_token_ids": True}) for _ in range(3)]
+        answers = [tuple(answer.choices[0].model_extra["token_ids"]) for answer in await asyncio.gather(*calls)]
+        assert len(set(answers)) == 3, "two were refused while the first was in progress, and retried by the client"
+        await agent.aclose()
+
+
 async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.01]]})
     async with mesh.api() as api, http_of(api) as http:

@@ -249,3 +249,11 @@ def test_a_run_that_was_killed_with_its_redis_is_not_evaluated_before_it_is_cont
         done = CliRunner().invoke(app, ["eval", str(folder)])
         assert done.exit_code == 2
         assert f"continue the run once with rollmesh up {folder}/config.yaml, stop it, then evaluate" in done.stderr
+
+
+def test_a_run_of_outside_agents_is_not_evaluated(folder: Path) -> None:
+    values = config(folder).model_dump() | {"rollout": {"program": "agent"}}
+    write_run_config(RunConfig.model_validate(values), folder / "config.yaml")
+    done = CliRunner().invoke(app, ["eval", str(folder)])
+    assert done.exit_code == 2
+    assert "rollout.program=agent without rollout.agent.function: the agents are not part of the mesh" in done.stderr

@@ -6,22 +6,25 @@ import asyncio
 import gc
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollmesh.agents import session_rewards
+from rollmesh.agents import recorded_calls, session_rewards
 from rollmesh.agents.agent_session import UNWANTED, AgentGone, AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.agents.context_match import TurnMark
 from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_requests import RewardRequest
+from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.agents.session_rewards import Rewards, check_repeated
 from rollmesh.config.rollout import RolloutConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store.queue_types import ReleaseReason
+from rollmesh.store.queue_types import Fork, ReleaseReason
+from rollmesh.types import ForkStatus
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 
 from .sessions_for_tests import TOKENS, held_trajectory, opened_session, rollout_of, sampled
@@ -221,6 +224,45 @@ async def test_the_late_end_of_a_trajectory_leaves_a_later_one_with_its_id_to_it
     for task in (run, other_run, newest_run):
         with pytest.raises(AgentGone):
             await task
+
+
+FULL, PAUSED = ForkStatus.POOL_FULL, ForkStatus.PAUSED
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ([(0.0, FULL), (4.9, FULL), (0.2, FULL)], "no_room"),
+        ([(0.0, FULL), (2.0, PAUSED), (30.0, PAUSED), (0.1, FULL), (4.9, FULL), (0.2, FULL)], "no_room"),
+        ([(0.0, PAUSED), (119.0, PAUSED), (1.1, PAUSED)], "session_parked"),
+    ],
+    ids=["no room for 5 s", "no room before and after a pause", "a pause of 2 min"],
+)
+async def test_the_time_for_room_does_not_run_during_a_pause(
+    answers: list[tuple[float, ForkStatus]], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``answers`` of the queue to a request to fork: (seconds since the one before, status)."""
+    now = time.monotonic()
+
+    async def fork(*_: Any) -> Fork:
+        nonlocal now
+        seconds, status = answers.pop(0)
+        now += seconds
+        return Fork(status=status)
+
+    monkeypatch.setattr(recorded_calls, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(recorded_calls, "_POLL_SECONDS", 0.0)
+    metrics = OpenAiMetrics(Metrics("gateway"))
+    desk = SessionManager(metrics, RolloutConfig())
+    limits = SimpleNamespace(budget=2 * TOKENS, calls=SimpleNamespace(saving=SimpleNamespace(chunk_token_count=8)))
+    calls: Any = RecordedCalls(None, desk, SimpleNamespace(fork=fork), metrics, limits)  # type: ignore[arg-type]
+    session, run = await opened_session(desk, rollout_of(held_trajectory(0)))
+    with pytest.raises(OpenAiError) as refused:
+        await calls.open_sub_agent(session)
+    assert (refused.value.code, answers) == (code, [])
+    desk.end(session, "given_up")
+    with pytest.raises(AgentGone):
+        await run
 
 
 async def test_a_team_is_silent_only_when_all_its_sessions_are() -> None:

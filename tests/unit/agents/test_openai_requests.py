@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,10 @@ from rollmesh.agents.openai_errors import OpenAiError, as_openai
 from rollmesh.agents.openai_messages import Closed
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request, read_model
+from rollmesh.agents.unrecorded import UnrecordedCalls
 from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer
+from rollmesh.types import Int32Array
 
 from ...kit.chat_tokenizers import CHATML, make_tokenizer
 
@@ -217,6 +221,29 @@ def test_limits_and_defaults_are_those_of_openai() -> None:
     assert CompletionRequest.model_validate(TEXT).token_limit == 16
     assert ChatRequest.model_validate({**CHAT, "stop": "x"}).stops == ("x",)
     assert CompletionRequest.model_validate({**TEXT, "logprobs": 0}).wants_logprobs
+
+
+async def test_an_unrecorded_context_is_tokenized_beside_the_loop_and_refused_if_it_is_empty() -> None:
+    """The page and the worker's heartbeat share the loop, and a long text takes seconds."""
+    threads: list[int] = []
+
+    def whole_ids() -> Int32Array:
+        threads.append(threading.get_ident())
+        return np.empty(0, np.int32)
+
+    calls: Any = UnrecordedCalls(None, None, None, 8)  # type: ignore[arg-type]
+    with pytest.raises(OpenAiError, match="the context has no tokens"):
+        await calls.start(SimpleNamespace(whole_ids=whole_ids, field="prompt"))
+    assert threads and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("prompts", [["hello", "world"], [[1, 2], [3]]])
+def test_every_prompt_of_a_list_is_a_context_of_its_own(prompts: list[Any], config: Any, tokenizer: Tokenizer) -> None:
+    request = CompletionRequest.model_validate({**TEXT, "prompt": prompts})
+    assert request.prompt_count == len(prompts)
+    for index, prompt in enumerate(prompts):
+        alone = request_of(CompletionRequest.model_validate({**TEXT, "prompt": prompt}), config, tokenizer)
+        assert request_of(request, config, tokenizer, index).whole_ids().tolist() == alone.whole_ids().tolist()
 
 
 @pytest.mark.parametrize("name", ["gpt-4", "trial@", "trial@-1", "trial@1.5", "trial@latest", "", "trial@" + "9" * 30])
