@@ -128,6 +128,15 @@ async def test_a_lease_whose_group_is_dropped_before_its_tokens_are_read_is_no_l
     assert await store.trajectories.lease(mesh.session, 1) == []
 
 
+async def test_a_paused_mesh_leases_nothing(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups=1)
+    for pause in (store.settings.set_user_paused, store.settings.set_launcher_paused):
+        await pause(True)
+        assert await store.trajectories.lease(mesh.session, 1) == []
+        await pause(False)
+    assert len(await store.trajectories.lease(mesh.session, 1)) == 1
+
+
 async def test_the_time_of_the_first_lease_stays_with_the_trajectory(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=1)
     before = time.time()

@@ -30,10 +30,11 @@ WALK = {
 }
 
 
-def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: EmbeddedServer) -> None:
+@pytest.mark.parametrize("resume", [ResumeOrder.NEAREST_END, ResumeOrder.MOST_TOKENS])
+def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: EmbeddedServer, resume: ResumeOrder) -> None:
     QueueMachine.url = server.url
     machine = QueueMachine()
-    machine.begin(filtering=True, pool=6, most_members=0, resume=ResumeOrder.NEAREST_END)
+    machine.begin(filtering=True, pool=6, most_members=0, resume=resume)
     try:
         walk(machine, random.Random(1), 1500, WALK)
         reached = Counter(machine.model.ended.values())

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.store.queue_types import ReleaseReason
-from rollmesh.types import Prompt, Trajectory
+from rollmesh.types import FinishReason, Prompt, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 
 from ...kit.records import environment_tokens, policy_tokens
@@ -19,6 +19,15 @@ def held(*segments):
 
 def ids_of(segments):
     return [int(i) for s in segments for i in s.token_ids]
+
+
+def test_a_resumed_trajectory_starts_with_everything_saved_and_a_restart_forgets_every_token():
+    trajectory = held(policy_tokens([1, 2], version=1), policy_tokens([3], version=4))
+    assert (trajectory.token_count, trajectory.saved_token_count, trajectory.newest_version) == (3, 3, 4)
+    assert trajectory.context_ids().tolist() == [90, 91, 1, 2, 3]
+    trajectory.restart()
+    assert (trajectory.token_count, trajectory.saved_token_count, trajectory.newest_version) == (0, 0, -1)
+    assert trajectory.result(FinishReason.STOP).segments == ()
 
 
 @given(st.lists(st.integers(1, 5), max_size=6), st.data())
@@ -78,6 +87,25 @@ def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
     assert trajectory.unsaved() == []
     trajectory.add(policy_tokens([7, 8], version=3))
     assert ids_of(trajectory.unsaved()) == [7, 8]
+
+
+def test_observers_are_notified_of_tokens_of_a_pause_and_of_a_loss():
+    trajectory, told = held(), []
+    trajectory.observe(lambda seen: told.append((seen.token_count, seen.wanted)))
+    trajectory.add(policy_tokens([1, 2], version=1))
+    trajectory.park(ReleaseReason.PAUSED)
+    trajectory.unpark()
+    trajectory.lose("gone")
+    assert told == [(2, True), (2, False), (2, True), (2, False)]
+
+
+def test_a_stop_request_ends_with_the_call_that_it_concerns():
+    trajectory = held()
+    trajectory.add(policy_tokens([1, 2, 3], version=1))
+    trajectory.request_stop(2)
+    assert (trajectory.stop_requested, trajectory.token_count) == (True, 2)
+    trajectory.begin_call("b")
+    assert not trajectory.stop_requested
 
 
 def test_a_first_token_is_unreported_until_it_is_reported_or_saved_and_again_after_a_registration():

@@ -184,6 +184,14 @@ async def test_the_error_of_a_generator_shows_until_a_call_has_a_token() -> None
     assert waits.text() == ""
 
 
+async def test_what_is_not_saved_before_its_end_is_neither_held_back_nor_cut_into_calls() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    caller = await make_caller(generator, 16)
+    await caller.sample(held, 100, SamplingParams(), save=None)
+    assert [(c.max_new_token_count, c.unacknowledged_token_limit) for c in generator.calls] == [(100, 0)]
+
+
 async def test_a_small_bound_costs_no_further_calls_and_a_full_context_ends_the_answer() -> None:
     held = make_held()
     generator = Generator([], held)
