@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 from rollmesh.scheduling import run_limits
@@ -18,6 +19,7 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import GeneratorWork
 
+from ...kit.checkpoint_samples import flip_object
 from ...kit.ledger import read_ledger
 from ...kit.records import generator_record
 from .trainer_run import GROUPS, SECRET, START_SECONDS, Runs
@@ -86,11 +88,12 @@ async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(run
         assert read_ledger(run.checkpoints).committed_step == 4
 
 
-@pytest.mark.parametrize("damage", ["model.safetensors", "manifest.json", "gone"])
+@pytest.mark.parametrize("damage", ["model.safetensors", "manifest.json", "gone", "in the bucket"])
 async def test_a_newest_policy_that_was_damaged_at_rest_is_published_again_as_the_next_version(
-    runs: Runs, damage: str
+    runs: Runs, damage: str, request: pytest.FixtureRequest
 ) -> None:
-    async with runs() as run:
+    section = request.getfixturevalue("own_bucket").section("run") if damage == "in the bucket" else None
+    async with runs(checkpoints=section.model_dump(include={"folder", "object_store"}) if section else {}) as run:
         process = run.start()
         async with run.fed(4):
             await run.until_version(2)
@@ -101,6 +104,9 @@ async def test_a_newest_policy_that_was_damaged_at_rest_is_published_again_as_th
             weights = load_file(folder / "model.safetensors")
             if damage == "gone":
                 shutil.rmtree(folder)
+            elif isinstance(run.checkpoints, BucketStore):  # the copies of this node are whole
+                names = run.checkpoints.objects.sizes(newest.path)
+                flip_object(run.checkpoints.objects, next(name for name in names if "model.safetensors" in name))
             else:
                 file = folder / damage
                 file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))

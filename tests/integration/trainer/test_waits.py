@@ -30,7 +30,7 @@ from ...kit.ledger import read_ledger
 from ...kit.run_files import run_config
 from ...kit.s3_server import Bucket
 from .test_kills import assert_every_batch_counts_once
-from .trainer_run import Runs, TrainerRun
+from .trainer_run import Runs, TrainerRun, release
 from .two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.slow
@@ -74,6 +74,20 @@ async def test_a_full_disk_delays_the_run_and_loses_nothing(
             lines = run.lines(name)
             assert sorted({line["train_step"] for line in lines}) == list(range(1, steps + 1))
             assert len({(line["train_step"], line.get("trajectory_id")) for line in lines}) == len(lines)
+
+
+async def test_a_version_in_flight_waits_for_room_on_the_disk(runs: Runs, small_disk: Path) -> None:
+    checkpoints = {"folder": str(small_disk / "checkpoints"), "state_every_steps": 2}
+    async with runs.held("before the folder", 2, checkpoints=checkpoints) as run:
+        await run.until("the next step to be trained", lambda: run.waits_to_publish(2), pause=0.01)
+        fill(small_disk / "filler")
+        release(run)
+        await run.until("a trainer that waits for room", lambda: bool(run.events("disk_full")), pause=0.02)
+        assert run.events("disk_full")[0]["what"] == "publish"
+        assert await run.versions() == [0, 1]
+        (small_disk / "filler").unlink()
+        await run.until_finished()
+        await assert_every_batch_counts_once(run, {})
 
 
 async def test_a_policy_that_cannot_be_marked_as_announced_is_marked_once_there_is_room(runs: Runs) -> None:

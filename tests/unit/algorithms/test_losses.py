@@ -224,6 +224,15 @@ def test_extreme_log_ratios_stay_finite_in_float32(name: str) -> None:
     assert torch.isfinite(result.loss).all() and torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_on_policy_every_ratio_is_one_and_nothing_is_clipped(name: str) -> None:
+    tensors = random_ragged(3).loss_input()
+    tensors.old_logprobs.copy_(tensors.logprobs.detach())
+    tensors.behavior_logprobs.copy_(tensors.logprobs.detach())
+    result = evaluate(name, tensors, loss_options(LOSSES[name], dual_clip=10.0))
+    assert (result.ratio == 1).all() and (result.weight == 1).all() and (result.clip == ClipReason.NONE).all()
+
+
 def test_clip_reasons_name_the_bound_that_cut_the_gradient() -> None:
     data = random_ragged(0)
     tensors = data.loss_input()

@@ -124,6 +124,8 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ("store.url=rediss://host store.tls.check_hostname=false", "any server is accepted"),
         ("gateway.token=abc", "gateway.token is shorter than 8 characters"),
         ("checkpoints.folder=ftp://host/x", "checkpoints.folder=ftp://host/x: expected a folder, or one of"),
+        ("checkpoints.object_store.endpoint_url=http://a", "checkpoints.object_store is for object stores only"),
+        ("checkpoints.folder=s3://b checkpoints.object_store.secret=x", "credentials do not belong in a run file"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(fields: str, problem: str) -> None:

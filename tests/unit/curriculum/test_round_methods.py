@@ -104,6 +104,16 @@ def test_dap_penalises_long_answers_to_hard_prompts_less() -> None:
     assert load_shaper("dap", DAP)(group, {}).shaped_rewards == (1 - 0.125, -0.5, -1.0, 0.0)
 
 
+def test_without_a_shaper_rewards_stay_as_they_are() -> None:
+    closing = load_shaper("none", {})(group_of([1.0, 0.0], shaping=-0.25), {})
+    assert (closing.shaped_rewards, closing.kept_tokens) == ((0.75, -0.25), None)
+
+
+def test_dap_counts_a_right_answer_cut_off_at_the_longest_length_in_full() -> None:
+    group = group_of([1, 0, 0, 0], [16384, 10, 10, 10], truncated=[True, False, False, False])
+    assert load_shaper("dap", DAP)(group, {}).shaped_rewards[0] == 0.0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_dap_equals_the_formula_of_its_source(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -90,6 +90,17 @@ def test_a_run_that_was_stopped_continues_to_the_same_bits(whole: SftConfig, ste
     assert weights(config) == weights(whole)
 
 
+def test_a_run_that_was_killed_before_its_first_state_begins_again(whole: SftConfig) -> None:
+    def kill() -> bool:
+        raise KeyboardInterrupt
+
+    config = another(whole, "killed")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, after(2, kill))
+    train(config)
+    assert curve(config) == curve(whole)
+
+
 def test_a_damaged_state_is_replaced_by_the_one_before(whole: SftConfig, tmp_path: Path) -> None:
     config = another(whole, "damaged")
     shutil.copytree(whole.folder, config.folder)

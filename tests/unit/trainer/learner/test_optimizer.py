@@ -98,6 +98,14 @@ def test_eight_bit_moments_take_a_quarter_of_the_memory_and_train_like_adamw() -
     assert (layer.weight - reference.weight).norm() < 0.05 * moved
 
 
+def test_a_saved_state_of_eight_bit_moments_continues_to_the_same_bytes() -> None:
+    _, uninterrupted = trained("adamw_8bit", 12)
+    _, half = trained("adamw_8bit", 7)
+    assert float(half["step"]) == 7 and set(half) == {"weight", "step", "state1", "state2", "absmax1", "absmax2"}
+    _, continued = trained("adamw_8bit", 5, half)
+    assert all(torch.equal(continued[name], value) for name, value in uninterrupted.items())
+
+
 def test_moments_in_host_memory_change_no_bit_of_an_update() -> None:
     layer, state = trained("adamw_offload", 12)
     reference, expected = trained("adamw", 12)

@@ -72,6 +72,8 @@ def test_a_copy_scores_as_its_train_step_did_while_later_steps_train(
     assert all(same(found, expected) for found in [*scores, score(IDS)])
     assert not same(trainer.logprobs(IDS), expected), "the later steps changed the weights"
     assert same(trainer.logprobs(IDS), alone.logprobs(IDS)), "scoring changes nothing in training"
+    again = trainer.copy_out().score
+    assert again is not None and same(again(IDS), alone.logprobs(IDS)), "the next copy scores with its own weights"
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"], ids=["tied head", "head of its own"])

@@ -18,7 +18,15 @@ from rollmesh.trainer.learner.train_step import token_columns
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Trajectory, TurnReturn
 from rollmesh.worker.turns import returns_of
 
-from ....kit.made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
+from ....kit.made_batches import (
+    VOCAB,
+    batch_of,
+    environment_segment,
+    policy_segment,
+    random_batch,
+    sets_of,
+    trajectory,
+)
 from .conftest import VERSIONS, ModelMaker
 from .test_step_inputs import trainer_of
 
@@ -90,12 +98,16 @@ def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np
         ({"temperature": 0.0}, r"g0\.0.*temperature=0\.0 must be positive"),
         ({"behavior_logprobs": None}, r"g0\.0.*behavior_logprobs must have one value per token"),
         ({"behavior_logprobs": np.float32([-1, np.nan])}, r"g0\.0.*not finite"),
+        (
+            {"kept_sets": sets_of([[], [VOCAB]])},
+            r"g0\.0, policy_version 0: kept_sets: set 1 has 1 ids, but not that of",
+        ),
     ],
 )
 def test_a_segment_that_cannot_be_trained_on_is_refused_by_name(
     rng: np.random.Generator, segment: dict[str, Any], problem: str
 ) -> None:
-    logprobs = {name: segment.pop(name) for name in ("behavior_logprobs",) if name in segment}
+    logprobs = {name: segment.pop(name) for name in ("behavior_logprobs", "kept_sets") if name in segment}
     made = dataclasses.replace(policy_segment(rng, 2, **segment), **logprobs)
     with pytest.raises(DataError, match=f"trajectory {problem}"):
         build_train_batch(batch_of([trajectory("g0.0", [made])]), {0: 0}, grpo)

@@ -126,6 +126,13 @@ def test_masked_old_segments_change_the_numerator_only(make_model: ModelMaker, t
     assert largest_difference(exported(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
 
 
+def test_a_step_without_a_token_in_the_loss_is_reported_in_numbers(make_model: ModelMaker) -> None:
+    trainer = exact_trainer(make_model("qwen2"), max_token_staleness=0)
+    trainer.restore_extra({"train_step": 2})
+    report = trainer.train(random_batch(1, train_step=3), dict.fromkeys(VERSIONS, 0))
+    assert (report.batch.trained_tokens, report.policy.ratio.tokens, report.policy.ratio.mean) == (0, 0, 1.0)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 @pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo", "tis", "gspo", "cispo"])
 def test_on_policy_every_ratio_is_one(make_model: ModelMaker, name: str, loss: str) -> None:
