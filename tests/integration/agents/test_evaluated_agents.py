@@ -23,6 +23,7 @@ from rollmesh.store.queue_types import EvalResult
 
 from .agent_client import Agent, http_of, state
 from .agent_mesh import TOKEN, AgentMesh, agents_process, write_model
+from .test_sub_agents import SHARED, sub_agent
 
 
 async def request(mesh: AgentMesh, version: int) -> None:
@@ -140,6 +141,33 @@ async def test_an_evaluation_to_which_no_agent_comes_ends_without_a_score(make_m
         result = await result_of(mesh, 0)
         assert (result.sample_count, await mesh.store.policies.pinned()) == (0, None)
         assert api.value("rollmesh_rollout_evaluations_given_up_total") == 1
+
+
+async def test_drift_and_sub_agents_of_an_evaluation_open_trajectories_outside_of_the_queue(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(evaluation={"prompt_count": 1}, **SHARED)
+    await request(mesh, 0)
+    async with mesh.api() as api, http_of(api) as http:
+        parent = Agent(api, await opened(http))
+        sub = await sub_agent(api, http, parent.id)
+        assert (sub.told["kind"], sub.told["policy_version"]) == ("evaluation", 0)
+        first = await parent.turn()
+        parent.messages = parent.messages[:1]
+        again = await parent.turn()
+        assert again.choices[0].token_ids != first.choices[0].token_ids, "another answer to the same question"
+        await sub.turn()
+        shown = [await state(http, agent.id) for agent in (parent, sub)]
+        tokens = [trajectory["tokens"] for each in shown for trajectory in each["trajectories"]]
+        assert len(tokens) == 3
+        await reward(http, parent.id, 0.75)
+        result = await result_of(mesh, 0)
+        assert (await state(http, sub.id))["state"] == "rewarded"
+        await parent.aclose()
+        await sub.aclose()
+    assert (result.mean, result.sample_count, result.details["mean_length"]) == (0.75, 1, sum(tokens))
+    counts = await mesh.store.mesh.counts()
+    assert counts.trajectories["leased"] == counts.totals.get("forks_total", 0) == 0
 
 
 async def test_agents_are_needed_until_the_last_version_is_evaluated(make_mesh: Callable[..., Any]) -> None:

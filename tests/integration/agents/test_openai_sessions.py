@@ -93,6 +93,9 @@ async def test_a_later_call_of_a_session_writes_to_the_queue_once(
         await agent.turn(max_tokens=8)
         after = (await state(http, agent.id))["trajectories"][0]["tokens"]
         assert writes == [after - before], "the message, the answer and the mark of the turn in one write"
+        writes.clear()
+        await agent.turn(max_tokens=300)
+        assert len(writes) > 1 and max(writes) <= 64, "a crash costs what rollout.partial_save_tokens allows"
         await agent.aclose()
 
 

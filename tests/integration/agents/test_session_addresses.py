@@ -72,6 +72,8 @@ async def test_the_key_of_a_session_opens_that_session_alone(make_mesh: Callable
         assert both.json()["rollmesh"]["session"] == mine["id"]
         odd = await http.post("/chat/completions", json=body, headers=[(b"X-Session-ID", "\u00e9".encode())])
         assert (odd.status_code, "printable ASCII" in odd.text) == (400, True)
+        named = await http.post("/chat/completions", json=body, headers={"X-Session-ID": "mine"})
+        assert (named.status_code, named.json()["error"]["code"]) == (404, "session_not_found"), "no call opens one"
 
 
 async def test_the_first_call_opens_a_session_under_the_name_that_the_agent_gives(

@@ -259,6 +259,7 @@ async def test_below_v1_every_error_has_the_shape_that_openai_clients_know(clien
         assert set(answer.json()) == {"error"}
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, answer.text
         assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "call the agents service of the run; agents.enabled=true starts one" in answers[404].text
 
 
 async def test_bodies_that_arrive_slowly_take_a_bounded_part_of_the_memory(

@@ -12,6 +12,7 @@ import yaml
 from rich.console import Console
 
 from rollmesh.report.audit_result import AuditResult
+from rollmesh.report.console import duration
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.sentences import ending, facts, moment, print_summary, sentences
 from rollmesh.report.summary import summarise
@@ -272,3 +273,7 @@ def test_an_audit_that_is_not_green_is_marked_bad_with_its_problems(run_folder: 
     (run_folder / "audit.json").write_text(result.to_json(), encoding="utf-8")
     bad = [s.text for s in sentences(summarise(run_folder)) if s.bad]
     assert bad[-1] == "2 groups are lost" and "NOT green" in bad[-2] and "lost 2" in bad[-2]
+
+
+def test_durations_read_naturally() -> None:
+    assert [duration(seconds) for seconds in (None, 8.4, 59.7, 7500)] == [None, "8 s", "1 min 00 s", "2 h 05 min"]

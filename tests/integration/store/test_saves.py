@@ -120,7 +120,7 @@ async def test_a_snapshot_rests_with_its_trajectory_until_that_is_scored(store: 
 
 async def test_the_mark_of_a_session_is_saved_with_the_tokens_before_it_or_not_at_all(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups=1, leased=1)
-    stranger = await store.sessions.open("stranger")
+    stranger = await store.sessions.open("stranger", "here:1")
     key = store.connection.keys.of("trajectory", "e0-0.0")
 
     async def append(session: str, tokens: int, mark: bytes) -> WriteStatus:
@@ -141,6 +141,14 @@ async def test_the_mark_of_a_session_is_saved_with_the_tokens_before_it_or_not_a
     assert await stored() == [b"2", b"sent again", b"ses-1"]
     found = [await store.sessions.find_agent(name) for name in ("ses-1", "a name")]
     assert [place is not None and place.lives for place in found] == [True, True]
+    (other,) = await store.trajectories.lease(stranger, 1)
+    with pytest.raises(Conflict, match="another session in progress has the name a name"):
+        await store.trajectories.keep_snapshot(stranger, other.trajectory.trajectory_id, b"mark", "ses-2", "a name")
+    assert await store.trajectories.keep_snapshot(stranger, other.trajectory.trajectory_id, b"mark", "ses-2", "mine")
+    for address in ("here:1", ""):  # another process may have the address of one that is gone
+        place = await store.sessions.find_agent("mine")
+        assert place is not None and place.address == address
+        await store.sessions.close(stranger)
 
 
 async def test_a_snapshot_of_a_slow_step_is_not_stored_in_the_next_incarnation(store: TrajectoryStore) -> None:

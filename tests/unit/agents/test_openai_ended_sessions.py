@@ -21,7 +21,7 @@ from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.agents.session_rewards import Rewards, check_repeated
 from rollmesh.config.rollout import RolloutConfig
-from rollmesh.errors import StoreUnavailable
+from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import Fork, ReleaseReason
 from rollmesh.types import ForkStatus
@@ -110,6 +110,25 @@ async def test_a_new_lease_that_lacks_a_turn_just_begun_continues_the_session_be
     while session.newest.rollout is not leased and not run.done():
         await asyncio.sleep(0)
     assert not session.ended and session.newest.turn_mark is None
+    desk.end(session, "given_up")
+    with pytest.raises(AgentGone):
+        await run
+
+
+async def test_an_agent_whose_name_another_replica_has_opened_leaves_its_prompt_to_the_next_one() -> None:
+    names = ["episode 7", ""]
+
+    async def keep_snapshot(*_: Any) -> None:
+        if names.pop(0):
+            raise Conflict("another session has the name")
+
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), RolloutConfig())
+    first, second = [asyncio.create_task(desk.waiting.session(60.0, name)) for name in names]
+    while desk.waiting.wanted() < 2:
+        await asyncio.sleep(0)
+    run = asyncio.create_task(desk.run(rollout_of(held_trajectory(0), keep_snapshot)))
+    session = await second
+    assert session is not None and await first is None, "it looks again, and finds the session"
     desk.end(session, "given_up")
     with pytest.raises(AgentGone):
         await run
