@@ -222,6 +222,12 @@ async def test_a_failed_engine_makes_the_service_unavailable(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("teacher", "model", "message"),
     [
+        (
+            {"model": "no/such"},
+            {},
+            r"teachers\.wise\.model=no/such: no/such contains no config\.json; download it first",
+        ),
+        ({}, {"max_position_embeddings": 64}, r"context has 64 tokens, fewer than generator\.max_context_tokens=96"),
         ({}, {"tokens": ["added"], "vocab_size": 257}, r"teachers\.wise\.model=.*: another tokenizer than that of"),
         ({"top_k": 257}, {}, r"teachers\.wise\.top_k=257: more than the 256 tokens of the vocabulary; lower it"),
         (

@@ -177,13 +177,15 @@ def test_kl_to_a_pinned_version_pulls_the_policy_back(run: Run) -> None:
     loose = run.trainer("current")
     tight = run.trainer("current", algorithm={"kl_coefficient": 1.0, "kl_reference_version": 0})
     report = tight.train(run.batch, VERSIONS)
-    assert loose.train(run.batch, VERSIONS).policy.kl_reference is None
+    free = loose.train(run.batch, VERSIONS)
+    assert free.policy.kl_reference is None
     assert report.policy.kl_reference is not None and report.policy.kl_reference > 0
     members = run.batch.groups[0].trajectories
     log_p = np.concatenate([score(run.folders[2], t) for t in members]).astype(np.float64)
     log_q = np.concatenate([score(run.folders[0], t) for t in members]).astype(np.float64)
     expected = np.mean(np.exp(log_q - log_p) - 1 - (log_q - log_p))
     assert report.policy.kl_reference == pytest.approx(expected, rel=1e-4)
+    assert report.loss - free.loss == pytest.approx(expected, rel=1e-4), "its loss has this direction of the KL"
     differences = [
         float((tight.state_tensors()[n] - loose.state_tensors()[n]).abs().max())
         for n in tight.state_tensors()

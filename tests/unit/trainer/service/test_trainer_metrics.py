@@ -17,7 +17,9 @@ from rollmesh.store.queue_types import WASTE_REASONS
 from rollmesh.trainer.service.trainer_metrics import (
     Growth,
     TrainerMetrics,
+    dropped_by_decile,
     length_decile,
+    trained_share,
 )
 from rollmesh.trainer.service.trainer_progress import EngineWork, GeneratedTokens, Progress
 from rollmesh.trainer.service.training_loop import mesh_numbers
@@ -150,6 +152,12 @@ def test_a_decile_is_the_share_of_finished_trajectories_that_were_shorter() -> N
     assert length_decile(7, finished) == 8
     assert length_decile(10_000, finished) == 9
     assert length_decile(5, {}) == 0
+
+
+def test_the_trained_share_of_a_decile_counts_every_reason_of_a_drop() -> None:
+    dropped = dropped_by_decile({"stale:9": 2, "straggler_timeout:9": 1, "filtered_all_right:0": 4})
+    assert dropped == [4, 0, 0, 0, 0, 0, 0, 0, 0, 3]
+    assert trained_share([3, 0, 0], [1, 2, 0]) == [0.75, 0.0, None]
 
 
 def test_growth_counts_from_its_first_value_and_never_backwards() -> None:
