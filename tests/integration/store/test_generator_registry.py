@@ -16,7 +16,7 @@ from rollmesh.worker.routing import Placement
 
 from ...kit.records import generator_record
 from ...kit.waiting import reached
-from .store_mesh import Mesh, earlier_state, prompt, segment
+from .store_mesh import Mesh, earlier_state, policy, prompt, segment
 
 TTL = 600.0
 
@@ -178,6 +178,26 @@ async def test_a_waiter_that_has_to_stop_is_woken_without_a_generator(store: Tra
     await asyncio.gather(calls[1], return_exceptions=True)
 
 
+async def test_a_registry_is_read_when_its_version_has_changed_and_from_time_to_time(store: TrajectoryStore) -> None:
+    now = 0.0
+    generators = GeneratorPool(store.generators, clock=lambda: now)
+
+    async def seen(version: int) -> list[str]:
+        await generators.follow(version)
+        return sorted(generators.records)
+
+    await store.generators.register(record("a"), TTL)
+    first = (await store.leadership.desired()).registry_version
+    assert await seen(first) == ["a"]
+    await store.generators.register(record("b"), TTL)
+    assert await seen(first) == ["a"]
+    second = (await store.leadership.desired()).registry_version
+    assert await seen(second) == ["a", "b"]
+    await store.generators.register(record("c"), TTL)
+    now = 10.0
+    assert await seen(second) == ["a", "b", "c"], "records expire silently"
+
+
 async def test_tokens_of_a_version_that_no_generator_serves_are_named_while_their_trajectory_waits(
     store: TrajectoryStore,
 ) -> None:
@@ -295,3 +315,11 @@ async def test_a_pool_that_places_by_tokens_counts_what_calls_begin_with_sample_
     generators.leave(second)
     seats.append(await seat(4))
     assert [slot.record.instance_id for slot in (first, *seats)] == ["a", "b", "a", "b"]
+
+
+async def test_the_required_version_was_announced_and_never_falls(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    for version in (1, 2):
+        await store.policies.announce(mesh.trainer, policy(version))
+    assert [await store.policies.require(version) for version in (7, 2, 2, 1)] == [False, True, False, False]
+    assert (await store.policies.outlook()).required_version == 2

@@ -7,12 +7,15 @@ import gc
 
 import pytest
 
+from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.runtime.tasks import (
     AwaitedTaskCancelled,
     BackgroundTasks,
     Backoff,
     cancel_and_wait,
     cancelled_awaits_as_errors,
+    raise_first_error,
+    retry,
 )
 
 
@@ -63,3 +66,35 @@ async def test_a_time_limit_around_a_cancelled_await_stays_a_time_limit():
 def test_delays_double_up_to_the_limit_also_after_days_of_failures():
     backoff = Backoff(first_seconds=0.5, longest_seconds=3.0)
     assert [backoff.seconds(count) for count in (1, 2, 3, 4, 100_000)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+async def test_the_first_error_of_ended_tasks_is_raised_and_a_cancellation_is_none():
+    async def failure(error: Exception) -> None:
+        raise error
+
+    broken = (asyncio.ensure_future(failure(error)) for error in (KeyError("broken"), ValueError("later")))
+    tasks = [asyncio.ensure_future(asyncio.Event().wait()), *broken]
+    await asyncio.sleep(0)
+    ended = await cancel_and_wait(*tasks)
+    raise_first_error(ended[:1])
+    with pytest.raises(KeyError, match="broken"):
+        raise_first_error(ended)
+
+
+async def test_a_retry_repeats_one_kind_of_error_with_growing_delays():
+    waits: list[float] = []
+
+    async def action() -> None:
+        raise Conflict("taken") if len(waits) == 3 else StoreUnavailable("down")
+
+    async def wait(error: StoreUnavailable, seconds: float) -> None:
+        waits.append(seconds)
+
+    with pytest.raises(Conflict, match="taken"):
+        await retry(action, StoreUnavailable, Backoff(first_seconds=1.0), wait)
+    assert waits == [1.0, 2.0, 4.0]
+
+
+def test_jitter_spreads_every_delay_by_its_share():
+    delays = [Backoff(first_seconds=1.0, longest_seconds=4.0, jitter=0.5).seconds(9) for _ in range(200)]
+    assert 2.0 <= min(delays) < 2.8 and 5.2 < max(delays) <= 6.0

@@ -114,6 +114,20 @@ def test_an_answer_without_the_sets_that_were_asked_for_or_with_a_larger_one_is_
         read(masked([5, 6], [[5, 9, 1], [6]]), kept_tokens=2)
 
 
+def test_an_answer_becomes_tokens_logprobs_and_spans():
+    found = read(answer([5, 6, 7], [("2", 0, 1), ("3", 1, 3)]))
+    assert found.token_ids.tolist() == [5, 6, 7] and found.token_ids.dtype == np.int32
+    np.testing.assert_allclose(found.logprobs, [-0.55, -0.56, -0.57], rtol=1e-6)
+    assert [(s.policy_version, s.start, s.end) for s in found.spans] == [(2, 0, 1), (3, 1, 3)]
+    assert (found.prompt_token_count, found.cached_token_count) == (9, 4)
+
+
+@pytest.mark.parametrize(("stops", "stopped"), [((7,), True), ((8,), False), ((), False)])
+def test_only_the_call_s_own_stop_tokens_stop_it(stops, stopped):
+    body = answer([5, 7], finish_reason={"type": "stop", "matched": 7})
+    assert read(body, stop_token_ids=stops).stopped is stopped
+
+
 def test_an_abort_in_the_queue_has_no_tokens_and_no_spans():
     meta = {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
     found = read({"output_ids": [], "meta_info": meta})
@@ -157,6 +171,14 @@ def test_a_logprob_that_is_none_is_an_error_only_where_it_would_be_delivered():
     kept, _ = without(found, {4}, 0)
     check_finite(kept)
     assert kept.token_ids.tolist() == [1]
+
+
+def test_a_slice_becomes_a_chunk_a_span_and_the_last_ends_the_call():
+    chunks = chunks_of(piece((0, 3), (1, 2)), lambda v: 0, FinishReason.STOP, cached_token_count=6, idle_version=9)
+    assert [(c.policy_version, c.kv_min_version, len(c.token_ids)) for c in chunks] == [(0, 0, 3), (1, 0, 2)]
+    assert [c.finish_reason for c in chunks] == [None, FinishReason.STOP]
+    assert [c.cached_token_count for c in chunks] == [6, 0]
+    assert chunks[1].token_ids.tolist() == [3, 4] and chunks[1].behavior_logprobs.tolist() == [-3.0, -4.0]
 
 
 def test_a_slice_without_tokens_is_a_chunk_only_where_it_ends_the_call():
