@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.demos import equality_verdict
 from rollmesh.cli.main import app
 from rollmesh.report.audit_result import AuditResult
-from rollmesh.report.compare import compare, describe_difference, print_comparison
+from rollmesh.report.compare import compare, describe_difference, print_comparison, spread_of
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.report_file import write_comparison
 
@@ -150,3 +150,8 @@ def test_two_run_folders_are_compared_by_a_command(arms: Arms) -> None:
 def test_one_run_alone_is_no_comparison(arms: Arms, count: int) -> None:
     refused = CliRunner().invoke(app, ["compare", *[str(arms["sync"][0])] * count])
     assert refused.exit_code == 2 and "give two or more runs" in refused.stderr
+
+
+def test_a_spread_leaves_out_what_is_unknown() -> None:
+    spread = spread_of([1.0, None, float("nan"), 3.0])
+    assert spread is not None and (spread.n, spread.mean, spread.standard_error) == (2, 2.0, 1.0)

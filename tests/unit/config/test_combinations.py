@@ -181,6 +181,7 @@ def test_a_mask_may_be_a_name_and_options_of_own_code_are_left_alone() -> None:
         ),
         ("turn_budget=steps turn_budget_options.stages=[[1,4]]", "the first of them 0"),
         ("turn_budget=steps turn_budget_options.stages=[[0,4],[0,5]]", "with rising train steps"),
+        ("turn_budget=steps turn_budget_options.stages=[[0,0]]", "budgets of at least 1"),
     ],
 )
 def test_a_curriculum_with_wrong_options_is_refused_with_its_field(fields: str, problem: str) -> None:
@@ -202,6 +203,11 @@ TURNS = "turn_budget=steps turn_budget_options.stages=[[0,9]]"
     [
         (DARS, "advantage=grpo with curriculum.planner=dars: .*set .*dr_grpo, or grpo with .*norm=none or group_std"),
         (f"{DARS} trainer.algorithm.advantage=pairs", "advantage=pairs with curriculum.planner=dars"),
+        ("planner=own:Planner", "advantage=grpo with curriculum.planner=own:Planner"),
+        (
+            f"planner=own:Planner most_members=4 {MEAN}",
+            "=4 with curriculum.planner=own:Planner, which launches up to 8",
+        ),
         (
             f"{DARS} {BATCH} evaluation.before_and_after=false",
             "planner=dars with schedule.harvest=trajectory .*set schedule.harvest=group or curriculum.planner=single",
@@ -262,6 +268,7 @@ def test_a_curriculum_that_cannot_work_names_field_value_and_remedy(fields: str,
     [
         f"{DARS} {MEAN}",
         f"{DARS} trainer.algorithm.advantage_options.norm=group_std",
+        f"{DARS} trainer.algorithm.advantage_options.norm=none",
         f"{DARS} most_members=32 {MEAN}",
         f"{DARS} {DOT} group_shaper_options.alpha=2.23 {MEAN}",
         "planner=quorum",
