@@ -34,6 +34,23 @@ async def judge() -> AsyncIterator[JudgeServer]:
         yield server
 
 
+async def test_an_odd_reply_of_a_judge_costs_its_answer_alone_and_no_thought_is_read(
+    tmp_path: Path, judge: JudgeServer
+) -> None:
+    source = {"type": "jsonl", "path": "unused", "verifier_field": "by"}
+    judged = {"verifier": "http_judge", "options": {"url": judge.url, "retries": 0}}
+    config = make_config(tmp_path, source, workers=1, answer_after="@@", **judged)
+    answers = Answers(config)
+    read = [answers.trajectory(f"name@@{text}") for text in [*REPLIES, "plain"]]
+    exact = answers.trajectory("Is it C?@@B", {"answer": "B"}, "exact")
+    async with running_service(config), RewardClient(config) as client:
+        *odd, plain, same = await client.score([*read, exact])
+    assert (plain.kind, plain.value, same.value) == (OutcomeKind.SCORED, 0.5, 1.0)
+    for outcome, (_, _, cause) in zip(odd, REPLIES.values(), strict=True):
+        assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+        assert cause in outcome.message
+
+
 async def test_a_judge_is_asked_for_many_answers_at_once(tmp_path: Path, judge: JudgeServer) -> None:
     judge.answers_together = AT_ONCE
     judged = {"verifier": "http_judge", "options": {"url": judge.url}, "workers": 1}

@@ -79,6 +79,17 @@ async def test_a_page_that_reads_no_more_records_continues_at_the_first_one_left
     assert [mark.trajectory_id for mark in await read_all(store, None, 5)] == ids
 
 
+async def test_the_newest_version_follows_the_tokens_and_leaves_with_them(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups=1, leased=1)
+    await store.policies.announce(mesh.trainer, policy(1))
+    await mesh.append("e0-0.0", 0, 4)
+    await mesh.append("e0-0.0", 4, 4, 1)
+    (before,) = await store.inspection.marks(["e0-0.0"])
+    await store.trajectories.restart(mesh.session, ["e0-0.0"])
+    (after,) = await store.inspection.marks(["e0-0.0"])
+    assert [(m.newest_version, m.token_count) for m in (before, after)] == [(1, 8), (None, 0)]
+
+
 @pytest.mark.parametrize("wrong", ["e0-5.2", "e9-0.0", "nonsense", "e0-5.x", "", ".", "e0-5.-1"])
 async def test_what_is_not_in_the_queue_is_not_found(store: TrajectoryStore, wrong: str) -> None:
     await populated(store)

@@ -81,6 +81,13 @@ async def test_a_damaged_policy_is_refused_with_its_reason_whatever_the_engine_s
         assert raised.value.reason == Reason.TAMPERED
 
 
+async def test_an_engine_that_cannot_serve_a_verified_policy_refuses_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, SECRET)
+    record = publish(store, 0)
+    with pytest.raises(EngineError, match="another architecture"):
+        await staging(Engine(EngineError("another architecture")), store).staged(record, None)
+
+
 async def test_a_folder_that_was_replaced_meanwhile_is_read_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, SECRET)
     record = publish(store, 0)

@@ -71,6 +71,11 @@ def test_generators_that_serve_or_load_hold_trajectories() -> None:
     assert engine_load([refuses]) is None
 
 
+def test_a_generator_that_drains_for_a_reload_changes_neither_capacity_nor_preemptions() -> None:
+    other, drains = replace(RECORD, instance_id="b"), replace(RECORD, serving=False, loading_version=1)
+    assert engine_load([drains, other]) == engine_load([RECORD, other])
+
+
 def test_a_generator_that_is_out_of_service_for_a_moment_looks_like_no_new_preemptions() -> None:
     other, away = replace(RECORD, instance_id="b"), replace(RECORD, serving=False)
     loads = [engine_load(records) for records in ([RECORD, other], [away, other], [RECORD, other])]

@@ -135,3 +135,7 @@ def test_a_machine_without_limits_has_none(tmp_path: Path) -> None:
     assert available_memory(tmp_path / "nowhere") is None
     unlimited = process(tmp_path / "v1", GROUPS_V1.format(path="/"), [V1_MEMORY], memory_v1("", V1_UNLIMITED, GIB))
     assert (available_memory(unlimited) or 0) > 1 << 60
+
+
+def test_a_group_that_is_over_its_limit_allows_nothing(tmp_path: Path) -> None:
+    assert available_memory(process(tmp_path, "0::/\n", [V2], memory_v2("", str(GIB), GIB + 4096))) == 0
