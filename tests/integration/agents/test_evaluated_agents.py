@@ -160,7 +160,8 @@ async def test_drift_and_sub_agents_of_an_evaluation_open_trajectories_outside_o
         shown = [await state(http, agent.id) for agent in (parent, sub)]
         tokens = [trajectory["tokens"] for each in shown for trajectory in each["trajectories"]]
         assert len(tokens) == 3
-        await reward(http, parent.id, 0.75)
+        async with mesh.api(index=1) as other, http_of(other) as there:
+            await reward(there, parent.id, 0.75)
         result = await result_of(mesh, 0)
         assert (await state(http, sub.id))["state"] == "rewarded"
         await parent.aclose()

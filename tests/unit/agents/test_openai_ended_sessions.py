@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -279,6 +280,26 @@ async def test_the_time_for_room_does_not_run_during_a_pause(
     with pytest.raises(OpenAiError) as refused:
         await calls.open_sub_agent(session)
     assert (refused.value.code, answers) == (code, [])
+    desk.end(session, "given_up")
+    with pytest.raises(AgentGone):
+        await run
+
+
+async def test_a_call_whose_lease_another_replica_has_taken_is_sent_again_and_finds_its_session() -> None:
+    async def sample(*_: Any, **__: Any) -> None:
+        raise LetGo("the lease has expired")
+
+    metrics = OpenAiMetrics(Metrics("gateway"))
+    desk = SessionManager(metrics, RolloutConfig())
+    limits = SimpleNamespace(budget=2 * TOKENS, calls=SimpleNamespace(saving=SimpleNamespace(chunk_token_count=8)))
+    calls: Any = RecordedCalls(None, desk, None, metrics, limits)  # type: ignore[arg-type]
+    rollout = replace(rollout_of(held_trajectory(0)), caller=SimpleNamespace(sample=sample))
+    session, run = await opened_session(desk, rollout)
+    turn = SimpleNamespace(token_count=0, stopped=False)
+    with pytest.raises(OpenAiError) as told:
+        await calls._sample(session.newest, turn, TOKENS, TOKENS + 8)
+    assert (told.value.status, told.value.code) == (503, "session_not_known_yet")
+    session.newest.busy = False
     desk.end(session, "given_up")
     with pytest.raises(AgentGone):
         await run
