@@ -65,6 +65,16 @@ async def test_the_next_version_waits_for_the_one_in_flight(runs: Runs) -> None:
         assert [line["policy_version"] for line in announced] == list(range(STEPS + 1))
 
 
+async def test_a_copy_that_cannot_score_itself_is_scored_before_the_next_step(runs: Runs) -> None:
+    """Of weights in another dtype, and with several ranks, the canary is scored by the model in training."""
+    async with runs.held("before the canary", 2, model={"dtype": "bfloat16"}) as run:
+        await asyncio.sleep(1.0)
+        assert not run.waits_to_publish(2), "the next step has changed the weights"
+        release(run)
+        await run.until_finished()
+        assert await run.versions() == [0, 1, 2, 3, 4, 5]
+
+
 async def test_a_trainer_that_is_stopped_announces_what_it_has_trained(runs: Runs) -> None:
     async with runs.held("before the announcement", 2, fed=2) as run:
         process = run.process
