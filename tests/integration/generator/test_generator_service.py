@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from dataclasses import replace
 
@@ -146,6 +147,18 @@ async def test_wrong_calls_and_wrong_addressees_get_their_own_errors(make_run):
         assert await stream.end() is FinishReason.INTERRUPTED
 
 
+ABSURD = (
+    {"max_new_token_count": 0},
+    {"chunk_token_count": -1},
+    {"prompt_token_count": 2**31 - 1},
+    {"trajectory_id": "x" * 100_000},
+    {"min_policy_version": -(2**62)},
+    {"unacknowledged_token_limit": -1},
+    *({"sampling": {"temperature": value, "top_p": 1.0}} for value in (1e-300, -1.0, math.nan, math.inf)),
+    {"sampling": {"temperature": 1.0, "top_p": 1.0, "stop_token_ids": [2**31 - 1]}},
+)
+
+
 async def test_codes_on_the_wire_are_the_canonical_ones(make_run):
     run = await make_run()
     record = await run.begin()
@@ -154,13 +167,19 @@ async def test_codes_on_the_wire_are_the_canonical_ones(make_run):
         for request, code in (
             (pb.GenerateRequest(instance_id="other"), grpc.StatusCode.INVALID_ARGUMENT),
             (raw_request("other"), grpc.StatusCode.FAILED_PRECONDITION),
-            (raw_request(record.instance_id, max_new_token_count=0), grpc.StatusCode.INVALID_ARGUMENT),
+            *((raw_request(record.instance_id, **each), grpc.StatusCode.INVALID_ARGUMENT) for each in ABSURD),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Generate(request).read()
             assert caught.value.code() is code
         with pytest.raises(grpc.aio.AioRpcError, match="policy_version=7"):
             await stub.LoadPolicy(pb.LoadPolicyRequest(policy_version=7))
+        many = pb.InterruptRequest(trajectory_ids=[f"t{number}" for number in range(100_000)])
+        malformed = channel.unary_unary("/rollmesh.v1.GenerationService/Pause")(b"\xff\xff\xff")
+        for call in (stub.Interrupt(many), malformed):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         health = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(service="rollmesh.v1.GenerationService"))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -263,6 +263,15 @@ async def test_staged_weights_are_scored_before_their_swap_which_is_the_whole_pa
     assert {s.value for s in samples if s.name.endswith("_sum")} == {0.25}
 
 
+@pytest.mark.parametrize("scores_staged", [True, False])
+async def test_an_engine_that_an_operator_paused_stays_paused_under_new_weights(watcher, engine, scores_staged):
+    engine.scores_staged = scores_staged
+    await watcher.load_version(0)
+    await engine.pause()
+    await watcher.load_version(1)
+    assert "load 1" in engine.told and engine.paused
+
+
 @contextlib.asynccontextmanager
 async def running(
     watcher: PolicyWatcher, registry: Registry, engine: Engine
