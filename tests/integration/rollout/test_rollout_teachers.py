@@ -11,13 +11,13 @@ from rollmesh.errors import ConfigError
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.health import Waits
 from rollmesh.store import EvalRequest
-from rollmesh.types import OutcomeKind, RewardOutcome
+from rollmesh.types import OutcomeKind, Prompt, RewardOutcome
 from rollmesh.wire.teacher_client import TeacherClient
 
 from ...kit.teacher_service import DIGEST, KnownTeacher, known_logprobs, served, taught_by, taught_run
 from ...kit.waiting import reached
 from .scenes import members, whole_mesh
-from .scripted import ScriptedGenerator, ScriptedReward
+from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedReward
 
 
 async def test_every_trajectory_of_a_batch_has_the_scores_of_its_teacher_asked_for_once(store, tmp_path):
@@ -54,6 +54,20 @@ BAD_SCORES = {
     "are_of_other_tokens": (lambda c: replace(c, top_ids=c.top_ids + 96), "is outside the vocabulary [0, 96)"),
     "are_refused": (lambda _: "33 tokens, the teacher's context has 32", "teachers.math: 33 tokens, the teacher's"),
 }  # fmt: skip
+
+
+class TwoDomains(ScriptedPrompts):
+    def prompt(self, epoch: int, index: int) -> Prompt:
+        return replace(super().prompt(epoch, index), domain=("sums", "code")[index % 2])
+
+
+async def test_prompts_have_the_teacher_of_their_domain_and_the_others_the_general_one(store, tmp_path):
+    services = {"general": KnownTeacher("11" * 32), "coder": KnownTeacher("22" * 32)}
+    async with taught_by(tmp_path, services, coder={"domains": ["code"]}) as teachers:
+        async with whole_mesh(store, ScriptedGenerator("a"), teachers=teachers, prompts=TwoDomains()) as run:
+            batch = await run.trainer.train(1)
+    found = {(t.prompt.domain, t.teacher.teacher, t.teacher.manifest_digest[:2]) for t in members(batch)}
+    assert found == {("sums", "general", "11"), ("code", "coder", "22")}
 
 
 @pytest.mark.parametrize("case", BAD_SCORES)
