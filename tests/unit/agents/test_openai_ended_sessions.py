@@ -15,8 +15,9 @@ import pytest
 from rollmesh.agents import recorded_calls, session_rewards
 from rollmesh.agents.agent_session import UNWANTED, AgentGone, AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import OpenAiMetrics
+from rollmesh.agents.agents_service import Agents, OpenAiService
 from rollmesh.agents.context_match import TurnMark
-from rollmesh.agents.openai_errors import OpenAiError
+from rollmesh.agents.openai_errors import Elsewhere, OpenAiError
 from rollmesh.agents.openai_requests import RewardRequest
 from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager
@@ -24,7 +25,7 @@ from rollmesh.agents.session_rewards import Rewards, check_repeated
 from rollmesh.config.rollout import RolloutConfig
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store.queue_types import Fork, ReleaseReason
+from rollmesh.store.queue_types import AgentPlace, Fork, ReleaseReason
 from rollmesh.types import ForkStatus
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 
@@ -303,6 +304,19 @@ async def test_a_call_whose_lease_another_replica_has_taken_is_sent_again_and_fi
     desk.end(session, "given_up")
     with pytest.raises(AgentGone):
         await run
+
+
+async def test_a_session_that_this_replica_has_lost_is_asked_of_the_one_that_has_it_now() -> None:
+    async def place_of(_: str) -> AgentPlace:
+        return AgentPlace(address="there:1", lives=True)
+
+    others: Any = SimpleNamespace(address="here:1", place_of=place_of, forward=place_of)
+    manager: Any = SimpleNamespace(find=lambda _: lost)
+    lost = SimpleNamespace(ended="lost")
+    agents = Agents(session_manager=manager, recorded=None, rewards=None, others=others)  # type: ignore[arg-type]
+    nothing: dict[str, Any] = dict.fromkeys(("config", "store", "formats", "metrics", "unrecorded", "drain"))
+    with pytest.raises(Elsewhere):
+        await OpenAiService(agents=agents, **nothing).check_place("ses-1", here=False)
 
 
 async def test_a_team_is_silent_only_when_all_its_sessions_are() -> None:
