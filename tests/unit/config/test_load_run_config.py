@@ -113,6 +113,10 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ("reward.fixed_value=.nan", "reward.fixed_value: .*finite number"),
         ('data.source={"type":"csv"}', "data.source: .*csv"),
         ('data.source={"type:countdown":null}', "data.source: has no type; write type: with a space"),
+        (
+            "trainer.algorithm.old_logprobs=ewma trainer.algorithm.old_logprobs_options.reset_below=1.1",
+            "old_logprobs_options.reset_below=1.1",
+        ),
         ("trainer.learning_rate=1e300", "trainer.learning_rate: expected at most 3.4e"),
         ("seed=18446744073709551615", "seed: expected a whole number of at most 64 bits"),
         ("trainer.warmup_steps=1" + 30 * "0", "trainer.warmup_steps: expected a whole number"),
