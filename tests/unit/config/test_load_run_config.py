@@ -118,6 +118,7 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
             "old_logprobs_options.reset_below=1.1",
         ),
         ("trainer.learning_rate=1e300", "trainer.learning_rate: expected at most 3.4e"),
+        ("trainer.betas=[0.9,1.0]", r"trainer.betas.1: Input should be less than 1 \(got 1.0\)"),
         ("seed=18446744073709551615", "seed: expected a whole number of at most 64 bits"),
         ("trainer.warmup_steps=1" + 30 * "0", "trainer.warmup_steps: expected a whole number"),
         ("security.token=a security.token_file=b", "set only one of them"),
