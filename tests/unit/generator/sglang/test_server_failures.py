@@ -204,6 +204,13 @@ async def test_a_canary_does_not_pause_the_server_again_and_its_tokens_wait_for_
     assert [c.policy_version for c in await call] == [1]
 
 
+async def test_scoring_leaves_a_paused_server_paused(server, start):
+    engine = await start()
+    await engine.pause()
+    await engine.score([np.array([1, 2, 3], np.int32)])
+    assert not server.gate.is_set()
+
+
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
 async def test_a_server_that_refuses_to_score_is_an_engine_error_and_still_serves(server, start, status):
     engine = await start()
