@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rollmesh.errors import EngineError
+from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.model_thread import step_seconds
 from rollmesh.generator.engines.torch.slots import CAPACITY, RunningCall
@@ -134,6 +134,11 @@ async def test_foreign_weights_are_refused_and_the_old_ones_keep_serving(
     with pytest.raises(EngineError, match=message):
         await engine.load(folder, 1, OnNewVersion.INTERRUPT)
     (await collect(engine, make_call())).check_pure([model_folder("qwen2")])
+
+
+async def test_a_context_that_no_policy_of_the_model_can_have_is_a_wrong_setting(engine_of):
+    with pytest.raises(ConfigError, match=r"max_context_tokens=4097 is more than the model's .*=\d+"):
+        await engine_of(max_context_tokens=4097)
 
 
 async def test_under_cache_pressure_calls_are_preempted_without_loss(engine_of):
