@@ -235,7 +235,11 @@ class Evaluation:
 
     @property
     def shortage(self) -> str:
-        """Reason for fewer prompts than requested; empty if there were enough."""
-        if REQUESTED_PROMPTS not in self.details:
-            return ""
-        return fewer_prompts(self.details[REQUESTED_PROMPTS], self.details[EXISTING_PROMPTS])
+        """Reasons for fewer scores than requested; empty without one."""
+        reasons = []
+        if self.discarded:
+            count = f"{self.discarded} of {self.n + self.discarded} answers"
+            reasons.append(f"{count} have no score and are left out of the mean: the run's logs name the reasons")
+        if REQUESTED_PROMPTS in self.details:
+            reasons.append(fewer_prompts(self.details[REQUESTED_PROMPTS], self.details[EXISTING_PROMPTS]))
+        return "; ".join(reasons)

@@ -162,6 +162,18 @@ async def test_few_prompts_and_an_unknown_error_are_noted_and_read_again(
     assert again is not None and again.standard_error is None and again.details == details
 
 
+async def test_answers_without_a_score_are_noted_beside_the_mean_of_the_others(
+    store: TrajectoryStore, tmp_path: Path
+) -> None:
+    notes = list[str]()
+    journal = EvaluationJournal(store, RunFolder(tmp_path), notes.append)
+    await announce(store, range(1))
+    await journal.update()
+    await evaluate(store, tmp_path, 0, 0.5, n=251)
+    await journal.update()
+    assert "(n=251); 5 of 256 answers have no score and are left out of the mean" in notes[0]
+
+
 async def test_an_evaluation_that_nothing_answered_replaces_no_score(store: TrajectoryStore, tmp_path: Path) -> None:
     folder, notes = RunFolder(tmp_path), list[str]()
     await announce(store, range(4))
