@@ -126,10 +126,10 @@ chart: $(VENV)/.dev ## Write what follows from the chart's values.yaml: README, 
 	$(BIN)/python helm/generate.py
 
 chart-tools: $(VENV)/.python ## Get Helm 3 and 4 and the schemas for the tests of the chart (300 MB in the user's cache)
-	@$(BIN)/python -m tests.deploy.chart.tools.install
+	@$(BIN)/python -m tests.kit.environments chart-tools
 
 chart-tools-try: $(VENV)/.python
-	@$(BIN)/python -m tests.deploy.chart.tools.install || echo "tests of the chart will be skipped"
+	@$(BIN)/python -m tests.kit.environments chart-tools || echo "tests of the chart will be skipped"
 
 # Needs Docker. By environment variables: BASE_IMAGE, TORCH, TORCH_INDEX, EXTRAS, REGISTRY, VERSION (deploy/build.sh).
 images: ## Build every image that runs on a CPU

@@ -5,8 +5,6 @@ counts come from the run's audit: batch files and committed states, not Redis. A
 with independent code (``tests.chaos.judge``), and must agree with the audit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import subprocess
@@ -25,7 +23,7 @@ from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.report.console import output_console
 from rollmesh.store.embedded import EmbeddedServer
 
-from ..kit.environments import NotInstalled, python_of
+from ..kit.environments import ENVIRONMENTS, NotInstalled
 from ..kit.s3_server import CREDENTIALS, MISSING, Bucket, is_installed
 from .attack import AttackedRun
 from .faults import FAULTS, Fault, Outside, faults_named
@@ -60,7 +58,7 @@ def run(
         raise ConfigError(f"rounds with an object store: {MISSING}")
     if any(each.outside is Outside.ENVIRONMENT for each in faults[:count]):
         try:
-            python_of("openenv")
+            ENVIRONMENTS["openenv"].find_python()
         except NotInstalled as missing:
             raise ConfigError(f"rounds with an environment: {missing}") from missing
     results = run_rounds(count, output_console(stderr=True), faults=faults)

@@ -1,7 +1,5 @@
 """Faults of the chaos bench: one table with the name, the cost and the required end of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum

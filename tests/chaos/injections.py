@@ -1,7 +1,5 @@
 """Faults: kills and stalls of services, failures of Redis, and damaged files, each in a running mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

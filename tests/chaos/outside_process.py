@@ -1,7 +1,5 @@
 """Process outside of the mesh that takes part in the rollouts of a round: an agent, or the server of an environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

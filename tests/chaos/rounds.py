@@ -1,7 +1,5 @@
 """Result of one round of the chaos bench, from the files of its run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Short training run of the demo's model, for rounds of chaos and for random requests."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from functools import reduce

@@ -1,7 +1,5 @@
 """Whole runs through the command line, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -66,6 +64,11 @@ class CommandLine:
             env=environment(),
             cwd=self.run_file.parent,
         )
+
+    def succeeds(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        done = self.run(*arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
 
     def start(self, *arguments: str, output: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -196,6 +199,14 @@ def started(
         process.send_signal(signal.SIGINT)
     for process in running:
         end(process)
+
+
+def interrupted(process: subprocess.Popen[str], seconds: float = WAIT_SECONDS) -> str:
+    """Press Ctrl-C, which ends a run, and return what it has printed."""
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=seconds)
+    assert process.returncode == 130, output
+    return output
 
 
 def end(process: subprocess.Popen[str]) -> None:

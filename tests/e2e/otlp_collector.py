@@ -1,7 +1,5 @@
 """A small OpenTelemetry collector: receives spans of any number of processes over OTLP/HTTP and keeps them."""
 
-from __future__ import annotations
-
 import gzip
 import http.server
 import threading

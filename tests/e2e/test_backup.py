@@ -1,7 +1,5 @@
 """A backup taken while a run trains continues in another folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -53,8 +51,7 @@ def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(star
     shutil.rmtree(checkpoints)
 
     elsewhere = ("--set", f"folder={copy}", "--set", "checkpoints.folder=null")
-    restored = line.run("up", str(line.run_file), *elsewhere, "--set", "generator.pace=null")
-    assert restored.returncode == 0, restored.stdout + restored.stderr
+    line.succeeds("up", str(line.run_file), *elsewhere, "--set", "generator.pace=null")
     audit = json.loads((copy / "audit.json").read_text())
     # Two policies are kept of forty, as the run file has it: the others are the only thing that is not checked.
     assert (audit["verdict"], audit["problems"], len(audit["unchecked"])) == ("incomplete", [], 1)

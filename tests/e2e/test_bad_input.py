@@ -1,7 +1,5 @@
 """Bad rows and settings that a service finds end in a clear error; more in tests/integration/cli."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

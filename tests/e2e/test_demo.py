@@ -1,7 +1,5 @@
 """The demo as a user starts it, unreduced: what it promises is counted from the files that it leaves."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A student learns from a teacher: the run file of docs/distillation.md, smaller, through the command line."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
@@ -40,8 +38,7 @@ def test_a_student_trains_on_the_scores_of_a_teacher(tmp_path: Path) -> None:
     }
     line = CommandLine(run_file=tmp_path / "run.yaml", folder=tmp_path / "run")
     line.run_file.write_text(yaml.safe_dump(merged(merged(yaml.safe_load(EXAMPLE.read_text()), SMALL), changes)))
-    done = line.run("up", str(line.run_file), "--inline")
-    assert done.returncode == 0, done.stdout + done.stderr
+    line.succeeds("up", str(line.run_file), "--inline")
     assert_rescored(line.audit())
     found = [float(step["batch"]["reverse_kl"]) for step in line.json_lines("metrics.jsonl")]
     assert len(found) == 2 and all(math.isfinite(value) and value > 0 for value in found), found

@@ -1,7 +1,5 @@
 """An environment that others wrote trains in a real mesh, from a run file that `config validate` has accepted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -39,8 +37,7 @@ def test_a_gymnasium_like_class_beside_the_run_file_trains(small_run, tmp_path: 
         trainer={"train_steps": 2, "sample_completions": 64},
     )
     for command in (("config", "validate", str(line.run_file)), ("up", str(line.run_file), "--inline")):
-        done = line.run(*command)
-        assert done.returncode == 0, done.stdout + done.stderr
+        line.succeeds(*command)
     samples = line.json_lines("samples.jsonl")
     assert all(sample["completion"].startswith(":") for sample in samples)
     ended = [sample for sample in samples if sample["finish_reason"] == "environment"]

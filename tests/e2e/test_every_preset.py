@@ -1,7 +1,5 @@
 """Every preset, and methods of several points, in the real mesh; ``make methods`` runs all methods."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

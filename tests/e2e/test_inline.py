@@ -191,7 +191,6 @@ def test_pdb_in_an_environment_stops_the_mesh_beyond_every_expiry_and_ctrl_c_end
         assert "Traceback" not in screen.text
     assert EmbeddedServer(RunFolder(line.folder).redis).pid is None
 
-    done = line.run("up", str(line.run_file), "--inline", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+    line.succeeds("up", str(line.run_file), "--inline", *settings)
     assert line.steps == list(range(1, 31))
     assert line.audit()

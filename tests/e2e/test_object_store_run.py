@@ -1,7 +1,5 @@
 """A run with its checkpoints in a real S3, most of them deltas, and no page, audited from the bucket alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
@@ -35,8 +33,7 @@ def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_
                 evaluation={"before_and_after": False},
                 gateway={"enabled": True, "port": port},
             )
-            done = line.run("up", str(line.run_file))
-        assert done.returncode == 0, done.stdout + done.stderr
+            done = line.succeeds("up", str(line.run_file))
         assert "the run continues without its page" in done.stdout
         assert f"gateway.port={port}" in done.stdout
         names = {
@@ -44,8 +41,7 @@ def test_a_run_trains_without_its_page_and_with_its_checkpoints_in_a_bucket_and_
         }
         assert {"model.safetensors", "model.safetensors.delta"} <= names
         shutil.rmtree(line.folder / "checkpoints")
-        again = line.run("audit", str(line.folder), "--json")
-        assert again.returncode == 0, again.stdout + again.stderr
+        again = line.succeeds("audit", str(line.folder), "--json")
         refused = line.run("backup", str(line.folder), str(tmp_path / "copy"))
     finally:
         bucket.stop()

@@ -1,7 +1,5 @@
 """Code of a user beside the run file: what raises in its service ends the run with its line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The blocks and commands of the README, and of the pages that it begins with, work as written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

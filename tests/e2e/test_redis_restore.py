@@ -1,12 +1,8 @@
 """A Redis of one's own: restored from an older dump, then emptied, by the commands of docs/backup.md."""
 
-from __future__ import annotations
-
 import re
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from .conftest import WAIT_SECONDS
+from ..kit.waiting import until
+from .conftest import WAIT_SECONDS, interrupted
 
 pytestmark = pytest.mark.long
 
@@ -41,10 +38,7 @@ class Server:
         command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), *options]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not self.answers():
-            assert time.monotonic() < deadline, (self.folder / "log").read_text()
-            time.sleep(0.05)
+        until(self.answers, (self.folder / "log").read_text)
 
     def answers(self) -> bool:
         try:
@@ -94,7 +88,7 @@ def test_a_run_continues_with_an_older_redis_and_with_an_empty_one(server: Serve
     dump = server.folder.parent / "dump.rdb"
     shutil.copy(server.folder / "dump.rdb", dump)
     line.trains(process, 2)
-    stop(process)
+    interrupted(process)
 
     server.end()
     shutil.rmtree(server.folder)
@@ -107,19 +101,11 @@ def test_a_run_continues_with_an_older_redis_and_with_an_empty_one(server: Serve
         assert client.config_get("appendonly") == {"appendonly": "yes"}
     line, process = started(**sections)
     line.trains(process, 2)
-    stop(process)
+    interrupted(process)
 
     server.documented("unlink")
     with redis.Redis(unix_socket_path=str(server.socket)) as client:
         assert client.dbsize() == 0, "the queue is forgotten"
-    done = line.run("up", str(line.run_file), "--set", "generator.pace=null")
-    assert done.returncode == 0, done.stdout + done.stderr
+    line.succeeds("up", str(line.run_file), "--set", "generator.pace=null")
     assert line.steps == list(range(1, STEPS + 1))
     assert line.audit()
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    """Ctrl-C."""
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 130, output

@@ -1,7 +1,5 @@
 """One command trains a real model through real services, and nothing is lost or trained twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,7 +12,7 @@ import pytest
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
 
-from .conftest import ENDLESS, WAIT_SECONDS, CommandLine, assert_rescored, write_small_run
+from .conftest import ENDLESS, WAIT_SECONDS, CommandLine, assert_rescored, interrupted, write_small_run
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
     # At this pace the trainer does not run away from an evaluation.
     evaluation = {"prompt_count": 32, "every_versions": 3}
     line = write_small_run(tmp_path_factory.mktemp("finished"), evaluation=evaluation, generator={"pace": PACE})
-    done = line.run("up", str(line.run_file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    line.succeeds("up", str(line.run_file))
     yield line
     EmbeddedServer(line.folder / "redis").kill()
 
@@ -53,16 +50,14 @@ def test_one_command_trains_evaluates_audits_and_reports(finished: CommandLine) 
 
     status = line.run("status", str(line.folder), "--json")
     assert json.loads(status.stdout)["view"]["trained_step"] == 6
-    explained = line.run("explain", str(line.folder), "6", "--json")
-    assert explained.returncode == 0, explained.stderr
+    explained = line.succeeds("explain", str(line.folder), "6", "--json")
     (trajectory,) = json.loads(explained.stdout)["trajectories"]
     found = line.run("explain", str(line.folder), "--trajectory", trajectory["trajectory_id"], "--json")
     assert [status["train_step"] for status in json.loads(found.stdout)] == [6]
     unnamed = line.run("explain", str(line.folder))
     assert unnamed.returncode == 2
     assert "give the train step of a batch, or --trajectory" in unnamed.stderr
-    again = line.run("audit", str(line.folder), "--json")
-    assert again.returncode == 0, again.stderr
+    line.succeeds("audit", str(line.folder), "--json")
 
 
 @pytest.mark.long
@@ -70,8 +65,7 @@ def test_a_backup_into_the_run_itself_or_over_another_run_is_refused(finished: C
     inside = finished.run("backup", str(finished.folder), str(finished.folder / "backup"))
     assert inside.returncode == 2
     assert "lies inside" in inside.stderr
-    done = finished.run("backup", str(finished.folder), str(tmp_path / "copy"))
-    assert done.returncode == 0
+    done = finished.succeeds("backup", str(finished.folder), str(tmp_path / "copy"))
     assert done.stdout.endswith(f"train step 6: rollmesh up RUN.yaml --set folder={tmp_path / 'copy'}\n")
     (tmp_path / "copy" / "checkpoints" / "lineage").write_text("another")
     other = finished.run("backup", str(finished.folder), str(tmp_path / "copy"))
@@ -87,9 +81,7 @@ def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until)
     os.kill(trainer.pid, signal.SIGTERM)
     wait_until(lambda: [e.pid for e in read_endpoints(line.folder, "trainer")] != [trainer.pid], "its end", process)
     line.trains(process)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 130, output
+    output = interrupted(process)
     assert "starting it again" in output
     assert len(line.steps) < STEPS
     looks = len(line.json_lines("timeline.jsonl"))
@@ -99,8 +91,7 @@ def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until)
     assert any(stopped_in_its_audit(line, *unpaced) for _ in range(3)), "Ctrl-C never met the audit"
     assert not any(look["view"]["recovering"] for look in line.json_lines("timeline.jsonl")[looks:])
 
-    done = line.run(*unpaced)
-    assert done.returncode == 0, done.stdout + done.stderr
+    line.succeeds(*unpaced)
     assert line.steps == list(range(1, STEPS + 1))
     assert line.audit()
 
@@ -142,9 +133,7 @@ def test_a_report_that_cannot_be_written_ends_no_run_and_a_damaged_batch_file_en
     line, process = started(trainer={"train_steps": ENDLESS}, evaluation={"before_and_after": False})
     line.trains(process)
     (line.folder / "report.html").mkdir()  # as on a full disk: the file cannot be made
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 130, output
+    output = interrupted(process)
     assert "the report cannot be written: " in output
     assert "Traceback" not in output
     (line.folder / "report.html").rmdir()

@@ -3,11 +3,8 @@
 What each wrong identity is told: tests/integration/runtime/test_port_security.py and store/test_guarded_redis.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
-import signal
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +24,7 @@ from rollmesh.v1 import reward_service_pb2_grpc as reward_stubs
 
 from ..integration.store.test_guarded_redis import PASSWORD, Guarded, guarded_redis
 from ..kit.certificates import Authority, Certificate
-from .conftest import ENDLESS
+from .conftest import ENDLESS, interrupted
 
 WAIT_SECONDS = 120.0
 """Seconds for what takes milliseconds: other tests may have every core."""
@@ -83,13 +80,10 @@ def test_a_run_trains_behind_certificates_and_tokens_and_refuses_all_others(
     new = ssl.PEM_cert_to_DER_cert(mesh.certificate.read_text())
     wait_until(lambda: all(served(e.admin) == new for e in endpoints), "the new certificate", process)
     line.trains(process)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 130, output
+    output = interrupted(process, WAIT_SECONDS)
     assert line.steps == list(range(1, len(line.steps) + 1))
     monkeypatch.setenv("ROLLMESH_STORE__PASSWORD", PASSWORD)
-    audit = line.run("audit", str(line.folder), "--json")
-    assert audit.returncode == 0 and json.loads(audit.stdout)["green"], audit.stdout + audit.stderr
+    assert json.loads(line.succeeds("audit", str(line.folder), "--json").stdout)["green"]
     assert line.json_lines("timeline.jsonl")[-1]["generated_token_total"] > 0, "the launcher scrapes guarded ports"
     kept = "".join(file.read_text() for file in [line.folder / "config.yaml", *(line.folder / "logs").glob("*.log")])
     assert not [word for word in (PASSWORD, token, renewed) if word in kept]

@@ -1,7 +1,5 @@
 """A whole run on a Redis that sentinels watch: its master is killed half-way, and nothing is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The whole mesh on two real SGLang servers, one of which is killed on the way: truncated sampling, and adapters."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

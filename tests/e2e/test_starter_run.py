@@ -1,7 +1,5 @@
 """The files of ``rollmesh init`` train, also when the run is started and evaluated from other folders than theirs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,9 +1,5 @@
 """One trace per trajectory through every process of a real run."""
 
-from __future__ import annotations
-
-import signal
-
 import pytest
 
 from rollmesh.checkpoints.bucket import open_checkpoints
@@ -11,7 +7,7 @@ from rollmesh.config import load_run_config
 from rollmesh.runtime.spans import TraceContext, traceparent_of, traceparent_of_step
 from rollmesh.types import Batch, Trajectory
 
-from .conftest import ENDLESS, WAIT_SECONDS
+from .conftest import ENDLESS, interrupted
 from .otlp_collector import ReceivedSpan, collector
 
 pytestmark = pytest.mark.long
@@ -73,9 +69,7 @@ def test_a_trajectory_is_one_trace_over_all_services(started, wait_until) -> Non
             return bool(found) and newer == {"generator-0", "generator-1"}
 
         wait_until(traced, "the spans of a step, and of a reload of either generator", process)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=WAIT_SECONDS)
-        assert process.returncode == 130, output
+        interrupted(process)
     traces = received.traces()
     assert received.paths == {"/v1/traces"}
     batch = found[0]

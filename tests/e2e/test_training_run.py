@@ -1,7 +1,5 @@
 """One training run from all sides: metrics, and a kill at the end."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A run whose tokens are drawn from kept sets is trained and audited over these sets; on SGLang: test_sglang_run.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -18,8 +16,7 @@ from .conftest import CommandLine, assert_rescored
 @pytest.mark.long
 def test_a_run_with_truncated_sampling_is_trained_over_its_kept_sets(small_run: Callable[..., CommandLine]) -> None:
     line = small_run(rollout={"top_p": 0.9, "min_p": 0.02}, evaluation={"before_and_after": False})
-    done = line.run("up", str(line.run_file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    line.succeeds("up", str(line.run_file))
     assert_rescored(line.audit())
     # Another program scores tokens and trains a step again: without the sets they are 0.1 nats and 0.1 updates off.
     judgement = judge(line.folder)

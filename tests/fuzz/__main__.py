@@ -8,8 +8,6 @@ may exist are rare. Request ``n`` of seed ``s`` is the same in every run. Redis 
 not a target.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import subprocess

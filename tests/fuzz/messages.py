@@ -1,7 +1,5 @@
 """Random protobuf messages at the boundaries of their types, and damaged bytes."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Servers of the tests with processes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """The library: the example of the loop on one page learns, and its parts work alone."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """PEFT folders made of random numbers, and full folders that compute the same, as a reference."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The programs and the run file of docs/bring-your-agent.md, as files, for the small model of the tool task."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers of bytes, and trajectories of one answer."""
 
-from __future__ import annotations
-
 import numpy as np
 import tokenizers
 

@@ -1,7 +1,5 @@
 """A byte-level tokenizer with a chat template, small and real."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,7 @@
 """Small but real Hugging Face folders and batches for the checkpoint tests."""
 
-from __future__ import annotations
-
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,16 +65,26 @@ def publish(
     session: str = "abc",
     step: int | None = None,
     write: Callable[[Path], None] | None = None,
+    **fields: Any,
 ) -> PolicyRecord:
-    """Publish a tiny policy."""
+    """Publish a tiny policy, or what ``write`` writes; ``fields`` are other arguments of the store's call."""
+    parent = version - 1 if version else None
     return store.publish(
         session=session,
         policy_version=version,
         train_step=version if step is None else step,
-        parent=version - 1 if version else None,
         write=write or write_model(version),
-        canary=CANARY,
+        **{"parent": parent, "canary": CANARY, **fields},
     )
+
+
+def copy_of(folder: Path) -> Callable[[Path], None]:
+    """A callable that fills another folder with the files of this one."""
+
+    def write(copy: Path) -> None:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+
+    return write
 
 
 def write_adapter(folder: Path) -> None:
@@ -91,15 +100,7 @@ def write_adapter(folder: Path) -> None:
 
 def publish_adapter(store: CheckpointStore, version: int, base: PolicyRecord) -> PolicyRecord:
     """Publish a tiny adapter above a base."""
-    return store.publish(
-        session="abc",
-        policy_version=version,
-        train_step=version,
-        parent=version - 1,
-        write=write_adapter,
-        canary=CANARY,
-        base=base,
-    )
+    return publish(store, version, write=write_adapter, base=base)
 
 
 def make_batch(step: int, group_ids: list[str] | None = None, seed: int = 0) -> Batch:

@@ -1,7 +1,5 @@
 """Rows of searches in the countdown task, whose searchers differ from those that the packaged model was trained on."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

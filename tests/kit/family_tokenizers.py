@@ -1,7 +1,5 @@
 """Tokenizers of model families: bytes, a few merges, and the special tokens that a family's renderer looks for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A judge over HTTP that tests control."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

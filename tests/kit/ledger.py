@@ -1,7 +1,5 @@
 """The ledger of a checkpoint store, from batch files and committed states only: an oracle for trainers in tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore

@@ -1,7 +1,5 @@
 """Random tiny models and ragged batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from rollmesh.types import (
     Batch,
     FinishReason,
     Group,
+    Int32Array,
     KeptSets,
     OutcomeKind,
     Prompt,
@@ -84,19 +83,20 @@ def trajectory(
     segments: list[Segment],
     reward: float = 0.0,
     *,
-    prompt: int = 4,
+    prompt: int | Int32Array = 4,
     outcome: RewardOutcome | None = None,
     finish: FinishReason = FinishReason.STOP,
 ) -> Trajectory:
-    """A finished trajectory; its group is the part of the name before the dot."""
+    """A finished trajectory after a prompt, or one of so many tokens; its group is the name before the dot."""
     group = name.partition(".")[0]
-    rng = np.random.default_rng(len(name) + prompt)
-    ids = rng.integers(0, VOCAB, prompt).astype(np.int32)
+    if isinstance(prompt, int):
+        rng = np.random.default_rng(len(name) + prompt)
+        prompt = rng.integers(0, VOCAB, prompt).astype(np.int32)
     return Trajectory(
         trajectory_id=name,
         group_id=group,
         member_index=int(name.partition(".")[2]),
-        prompt=Prompt(prompt_id=group, token_ids=ids, verifier="exact"),
+        prompt=Prompt(prompt_id=group, token_ids=prompt, verifier="exact"),
         segments=tuple(segments),
         finish_reason=finish,
         outcome=outcome or RewardOutcome(kind=OutcomeKind.SCORED, value=reward),

@@ -1,11 +1,17 @@
 """Random models on disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+
+
+def tiny_qwen2(vocab_size: int, **fields: Any) -> Qwen2Config:
+    """The shape of a model of some ten thousand parameters, but for these fields."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "tie_word_embeddings": True, "max_position_embeddings": 512}
+    return Qwen2Config(vocab_size=vocab_size, **shape | fields)
 
 
 def write_model(
@@ -17,7 +23,7 @@ def write_model(
     errors), and ``shift`` times normal noise is added to vectors.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -1,7 +1,5 @@
 """A real OpenEnv server, with environments of the tests and the one that `openenv init` writes."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Records of generators, and segments of given tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from rollmesh.mesh import MeshView
 from rollmesh.store import StoreCounts
-from rollmesh.types import GeneratorRecord, Segment, SegmentSource
+from rollmesh.types import Chunk, GeneratorRecord, PolicyRecord, Segment, SegmentSource
 
 
 def generator_record(name: str = "a", **fields: Any) -> GeneratorRecord:
@@ -53,6 +51,23 @@ def policy_tokens(ids: Iterable[int], version: int = 0, **fields: Any) -> Segmen
 def environment_tokens(ids: Iterable[int], version: int = 0) -> Segment:
     """Tokens of the environment."""
     return policy_tokens(ids, version, behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
+
+
+def segments_of(chunks: Iterable[Chunk]) -> list[Segment]:
+    """The segments of what an engine streamed, one for each chunk with tokens."""
+    return [
+        policy_tokens(
+            c.token_ids, c.policy_version, behavior_logprobs=c.behavior_logprobs, kv_min_version=c.kv_min_version
+        )
+        for c in chunks
+        if len(c.token_ids)
+    ]
+
+
+def policy_record(version: int, train_step: int | None = None, path: str = "", digest: str = "ab" * 32) -> PolicyRecord:
+    """A published policy of this step, which is its version unless another one is given."""
+    step = version if train_step is None else train_step
+    return PolicyRecord(policy_version=version, train_step=step, path=path or f"{step}-x", manifest_digest=digest)
 
 
 def store_counts(**fields: Any) -> StoreCounts:

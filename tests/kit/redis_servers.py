@@ -1,7 +1,5 @@
 """Real Redis-compatible servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 Usage: refusing_s3.py FAULT, one of the keys of ``FAULTS``. It prints the line that moto's own command prints.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any

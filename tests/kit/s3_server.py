@@ -1,7 +1,5 @@
 """A real S3 server (moto's, in a process of its own) with one bucket."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

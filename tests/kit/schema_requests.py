@@ -1,7 +1,5 @@
 """Requests generated from an OpenAPI document, and the checks that every answer has to pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """A teacher over real gRPC whose scores a test can work out, and which errs when told to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """A task for agents with a calculator tool, and a small model that knows the tool and calls it half of the time."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator
@@ -12,10 +10,11 @@ from typing import Any
 
 import torch
 from renderers import config_from_name, create_renderer
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from .chat_tokenizers import CHATML
 from .family_tokenizers import write_family_tokenizer
+from .models import tiny_qwen2
 
 SEED = 30
 STEPS, BATCH, RATE = 300, 24, 1e-2
@@ -131,19 +130,8 @@ def demonstrations(folder: Path, calculator: dict[str, Any], count: int, rng: ra
 
 def untrained(folder: Path) -> Qwen2ForCausalLM:
     described = json.loads((folder / "config.json").read_text())
-    config = Qwen2Config(
-        vocab_size=described["vocab_size"],
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=128,
-        initializer_range=0.08,
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-        eos_token_id=described["eos_token_id"],
-        dtype="float32",
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.08, "max_position_embeddings": 1024}
+    config = tiny_qwen2(described["vocab_size"], eos_token_id=described["eos_token_id"], dtype="float32", **sizes)
     return Qwen2ForCausalLM(config)
 
 

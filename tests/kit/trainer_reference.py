@@ -1,7 +1,5 @@
 """A plain train step for comparison: one padded sequence at a time, plain loops, torch's own AdamW."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scripts of docs/environments.md that write the tasks of a verifiers environment and serve it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Waits for events, with a deadline that says what did not happen."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

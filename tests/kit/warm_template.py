@@ -4,8 +4,6 @@ It imports the modules, then takes one JSON request a line: which module to run 
 environment and output file. It answers with the new process's id; the status is written to a file when that ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

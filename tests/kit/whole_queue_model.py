@@ -3,8 +3,6 @@
 The state machine compares it with a real server, and the virtual mesh of the scheduler's tests runs on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -6,8 +6,6 @@ transformers' plain forward pass, and replay of one train step. ``python -m test
 float32 run whose run file sets ``schedule.max_staleness``; a copy of its bucket is a second argument.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``python -m tests.chaos.judge RUN_FOLDER [BUCKET_COPY]``: print the judgement; exit status 1 with problems."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

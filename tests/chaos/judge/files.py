@@ -3,8 +3,6 @@
 docs/architecture.md and proto/ describe the layouts. The decoder of the protobuf wire format is in this file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Weights that a bucket has as differences to another policy version, written in full into a copy of the bucket."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

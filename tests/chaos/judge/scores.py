@@ -1,7 +1,5 @@
 """Scores of the judge: log-probabilities by transformers' plain forward pass, and one replayed train step."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Ledger of the judge: trained groups and trajectories, their counts, their staleness, and gaps between steps."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

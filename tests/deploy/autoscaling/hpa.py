@@ -6,8 +6,6 @@ stabilization windows (the most cautious proposal of the window counts); policie
 period; bounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Autoscaling rule of a service: the schema of the chart's ``files/autoscaling``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Literal

@@ -5,8 +5,6 @@ cores are the bottleneck, and three of them are worth three. The lull is emulate
 most of its time, as a neighbour on its cores would.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -198,8 +196,7 @@ def test_generators_follow_the_load_by_the_charts_rule_and_nothing_is_lost(tmp_p
         rate["1 generator again"] = tokens_per_second(mesh, 1, lambda now: 0.5 < now / rate["1 generator"] < 1.6)
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(timeout=120) == 130, (tmp_path / "up.log").read_text()
-    done = subprocess.run(mesh.command("audit", str(mesh.folder)), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    mesh.succeeds("audit", str(mesh.folder))
     assert mesh.audit()
     said = f"{rate} tokens/s, 50 ms a decode step; signals while starved {starved}, with a full queue {full}"
     assert {1, MOST} <= set(asked) and 2 in asked[asked.index(MOST) :], said

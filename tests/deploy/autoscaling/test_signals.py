@@ -1,6 +1,4 @@
-"""The chart's autoscaling rules against series of a run, by promtool: paused, complete, and beside another run."""
-
-from __future__ import annotations
+"""The chart's autoscaling rules: complete, as docs/scaling.md says, and against series of a run, by promtool."""
 
 import subprocess
 from collections.abc import Mapping
@@ -11,9 +9,11 @@ import pytest
 import yaml
 
 from ..prometheus.conftest import tool
+from .hpa import ReplicaMetrics, propose
 from .rule import load_rule
 
 RULES = Path(__file__).parents[3] / "helm" / "rollmesh" / "files" / "autoscaling"
+FILES = sorted(RULES.glob("*.yaml"))
 STARVED = {
     'rollmesh_rollout_leader{instance="r0"}': 1,
     'rollmesh_rollout_queue_groups{instance="r0",state="cut"}': 0,
@@ -28,6 +28,34 @@ STARVED = {
     'rollmesh_rollout_in_flight_trajectories{instance="agents",service="agents"}': 5000,
 }
 """A run whose trainer waits although the pool is full."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_the_rules_of_the_chart_are_valid_and_for_the_service_that_names_them(file: Path) -> None:
+    loaded = load_rule(file)
+    assert loaded.service == file.stem
+    for signal in loaded.signals:
+        text = loaded.query(signal, 'run="a"', speed_up=20)
+        assert "$" not in text and 'run="a"' in text
+
+
+def test_there_is_a_rule_for_every_service_that_scales() -> None:
+    assert [file.stem for file in FILES] == ["generator", "reward", "rollout", "teacher"]
+
+
+def generators(**values: float) -> int:
+    """Return the proposal of the chart's rule for three generators."""
+    shipped = load_rule(RULES / "generator.yaml")
+    names = {signal.name: values[signal.name.replace("-", "_")] for signal in shipped.signals}
+    return propose(shipped, ReplicaMetrics(now=0, wanted=3, ready=3, values=names))
+
+
+def test_the_generator_rule_adds_when_the_trainer_waits_and_removes_only_idle_generators() -> None:
+    assert generators(trainer_wait=0.4, ready_queue_room=0.5, staleness_headroom=0.9) == 6
+    assert generators(trainer_wait=0.0, ready_queue_room=0.5, staleness_headroom=0.3) == 3
+    assert generators(trainer_wait=0.0, ready_queue_room=0.0, staleness_headroom=0.9) == 3
+    assert generators(trainer_wait=0.05, ready_queue_room=0.0, staleness_headroom=0.3) == 1
+    assert generators(trainer_wait=0.0, ready_queue_room=0.1, staleness_headroom=0.55) == 2
 
 
 def test_signals_of_a_starved_a_paused_and_a_complete_run(tmp_path: Path) -> None:

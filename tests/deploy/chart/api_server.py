@@ -1,7 +1,5 @@
 """An API server of the tests: the chart as it is rendered in a cluster that has these objects."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Helm, the schemas, and every rendering of the chart that the tests look at."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -9,18 +7,14 @@ import pytest
 
 from rollmesh.store.embedded import find_server_binary
 
-from ...kit.environments import NotInstalled
+from ...kit.environments import python_of
 from .rendering import CHART, EXAMPLES, Helm, Rendering
-from .tools.install import find_tools
 
 
 @pytest.fixture(scope="session")
 def tools() -> Path:
     """The folder with Helm and the schemas; skips with the reason where they cannot be had."""
-    try:
-        return find_tools()
-    except NotInstalled as error:
-        pytest.skip(str(error))
+    return python_of("chart-tools").parents[1]
 
 
 @pytest.fixture(scope="session", params=["helm3", "helm4"])

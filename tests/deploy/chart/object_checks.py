@@ -1,7 +1,5 @@
 """Checks beyond the schemas: each yields the problems of one rendering."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Meshes of pods that the tests start: what all of them are rendered with, and waits for what they do."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

@@ -6,8 +6,6 @@ pod's own: every pod has a loopback address, which also replaces wildcard addres
 Services; every volume is a folder, whose path replaces the mount's; the image's entry point is this checkout's program.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

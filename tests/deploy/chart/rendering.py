@@ -1,7 +1,5 @@
 """Rendering the chart with a real Helm, and finding things in what comes out."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

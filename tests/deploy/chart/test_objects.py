@@ -1,7 +1,5 @@
 """Checks of rendered objects beyond the schemas, and the settings of each service."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,13 +1,10 @@
 """The mesh of the manifests, run as processes of this machine: see pods.py for what is taken and what is mapped."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import re
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +18,13 @@ from rollmesh.config.store import StoreConfig
 from rollmesh.store import TrajectoryStore
 
 from ...kit.certificates import Authority
+from ...kit.waiting import until
 from .pod_mesh import DEADLINE_SECONDS, KIND, SECRETS, SMALL, machine_for, machine_of, start_all, versions, wait_until
 from .pods import Machine, Pod, expanded, pods_of
 from .rendering import CHART, RUN_FILES, Helm, Rendering
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-]  # every deadline inside of a test passes first
+# Every deadline inside of a test passes first.
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:
@@ -122,9 +117,8 @@ def test_a_wrong_run_file_stops_a_pod_before_its_service_starts(helm4: Helm, com
         with pytest.raises(AssertionError, match=r"init container validate ended with (\d+)") as refused:
             pods["trainer"][0].start()
     status = int(re.search(r"validate ended with (\d+)", str(refused.value))[1])  # type: ignore[index]
-    assert status in final_statuses(machine.rendering, "validate"), (
-        "a Job that can never start says so, instead of trying again for hours"
-    )
+    # A Job that can never start says so, instead of trying again for hours.
+    assert status in final_statuses(machine.rendering, "validate")
 
 
 def test_the_trainer_of_an_older_revision_gives_up_for_good_when_an_upgrade_has_stopped_half_way(
@@ -185,10 +179,7 @@ def test_a_model_that_was_copied_in_part_is_final_for_the_job_whatever_the_numbe
 
 def wait_for_end(pod: Pod) -> None:
     """Wait until the container of a pod has ended, well or not."""
-    end = time.monotonic() + DEADLINE_SECONDS
-    while pod.exit_status is None:
-        assert time.monotonic() < end, f"{pod.name} goes on\n{pod.log[-4000:]}"
-        time.sleep(0.1)
+    until(lambda: pod.exit_status is not None, lambda: f"the end of {pod.name}\n{pod.log[-4000:]}", DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize(("example", "sets"), RUN_FILES)

@@ -1,7 +1,5 @@
 """The chart renders with every example on Helm 3 and 4, and what comes out is valid for Kubernetes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -21,7 +19,7 @@ def validated(tools: Path, objects: list[dict[str, Any]], versions: list[str] = 
     """The verdict of tools/validate.py."""
     script = Path(__file__).with_name("tools") / "validate.py"
     asked = json.dumps({"versions": versions, "objects": objects})
-    command = [tools / "python" / "bin" / "python", script]
+    command = [tools / "bin" / "python", script]
     done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     verdict: dict[str, Any] = json.loads(done.stdout)

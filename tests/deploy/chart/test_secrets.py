@@ -1,7 +1,5 @@
 """The Secret that the chart makes: random at the first install, unchanged by upgrades, replaced by an existing one."""
 
-from __future__ import annotations
-
 import base64
 
 import pytest

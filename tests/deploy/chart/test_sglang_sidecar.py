@@ -1,7 +1,5 @@
 """The SGLang server of a manifest is the one that a generator would start itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A generator beside the container of its SGLang server, run as processes of this machine."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,7 @@ from .pod_mesh import KIND, SMALL, machine_for, start_all, versions, wait_until
 from .pods import pods_of
 from .rendering import CHART, Helm
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-]  # every deadline inside of a test passes first
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 SIDECAR: dict[str, Any] = {
     "run": {
@@ -53,16 +47,10 @@ ADAPTERS = {
 """The same for a run that trains an adapter."""
 
 
-@pytest.fixture
-def sglang_python() -> str:
-    """The real server on a CPU; skips where it is not installed."""
-    return str(python_of("sglang-cpu"))
-
-
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1800)  # every deadline inside of the test passes first
 @pytest.mark.parametrize("trained", [{}, ADAPTERS], ids=["all-weights", "an-adapter"])
 def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
-    helm4: Helm, commands: str, sglang_python: str, tmp_path: Path, trained: dict[str, Any]
+    helm4: Helm, commands: str, tmp_path: Path, trained: dict[str, Any]
 ) -> None:
     values, more = tmp_path / "sidecar.yaml", tmp_path / "trained.yaml"
     values.write_text(yaml.safe_dump(SIDECAR))
@@ -70,7 +58,7 @@ def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
     machine = machine_for(
         helm4.template(CHART, [KIND, values, more], [*SMALL, "run.trainer.train_steps=2"]), tmp_path, commands
     )
-    machine.pythons = {"sglang": sglang_python}
+    machine.pythons = {"sglang": str(python_of("sglang-cpu"))}
     machine.image_variables = {"sglang": UNPINNED}
     shutil.copytree(resolve_model("recipe:countdown"), machine.folder / "claims" / "models" / "countdown")
     with pods_of(machine, {}) as pods:

@@ -1,7 +1,5 @@
 """The values: closed, explained, refused with a reason, and what is generated from them up to date."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

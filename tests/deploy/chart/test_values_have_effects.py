@@ -1,7 +1,5 @@
 """No value does nothing: each one, changed alone, changes an object that a cluster gets."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

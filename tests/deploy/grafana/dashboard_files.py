@@ -1,7 +1,5 @@
 """The shipped dashboards as data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The dashboards are what their code makes, follow the house's rules, and ask for series that exist."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The mesh of deploy/compose.yaml in containers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

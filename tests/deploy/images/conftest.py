@@ -3,8 +3,6 @@
 Building takes minutes and gigabytes, so it is asked for: ROLLMESH_TEST_IMAGES=1, or `make images-test`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

@@ -3,8 +3,6 @@
 Nothing is pulled: the base image is made by debootstrap from Debian's packages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

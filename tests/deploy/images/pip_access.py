@@ -4,8 +4,6 @@ Local folders that pip looks into (find-links, file: indexes) are served on the 
 built; builds use the machine's network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import http.server

@@ -1,7 +1,5 @@
 """Checks of the Dockerfile and the compose file that need no engine."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The images are small, run as an unprivileged user on a read-only root, turn healthy, and train together."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ The upstream image is in a registry and wants a GPU. In its place stands our bas
 tests run the real server on a CPU: another build of the same server, at a path of its own as SGLANG_PYTHON says.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -29,18 +27,12 @@ RUN python3 -m venv --without-pip /opt/sglang
 pytestmark = pytest.mark.timeout(3000)
 
 
-def environment_of_sglang() -> Path:
-    """The folder of the CPU environment; skips where there is none, or none for the Python of the base image."""
-    folder = python_of("sglang-cpu").parents[1]
-    if not (folder / "lib" / "python3.11").exists():
-        pytest.skip("the base image has Python 3.11, the environment with SGLang another one")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def upstream(images: Images, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An image with SGLang in it."""
-    environment = environment_of_sglang()
+    environment = python_of("sglang-cpu").parents[1]
+    if not (environment / "lib" / "python3.11").exists():
+        pytest.skip("the base image has Python 3.11, the environment with SGLang another one")
     file = tmp_path_factory.mktemp("upstream") / "Dockerfile"
     file.write_text(DOCKERFILE)
     file.with_name("Dockerfile.dockerignore").write_text("*\n!lib\n")

@@ -1,7 +1,5 @@
 """Debian's promtool and prometheus, and a Prometheus that runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 The receiver stands where Alertmanager would, and hears what Alertmanager would hear.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

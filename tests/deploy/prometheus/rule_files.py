@@ -1,7 +1,5 @@
 """The shipped rule files and dashboards as data, and what their expressions read."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real Prometheus scrapes a guarded admin port with the settings of docs/security.md, and not without them."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

@@ -1,7 +1,5 @@
 """Every query of every dashboard, and alerts, against a real Prometheus that watches a real mesh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """docs/monitoring.md lists every recording rule, alert and dashboard, and its scrape configuration is one."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """promtool checks the shipped rules, and every alert fires and stays silent in a test."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

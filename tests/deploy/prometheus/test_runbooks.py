@@ -1,7 +1,5 @@
 """Every alert has a runbook and every runbook an alert; what they tell people to type exists."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 

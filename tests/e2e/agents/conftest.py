@@ -1,7 +1,5 @@
 """The model of the tool task, once a session, and runs of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Agents of others train a run as their authors wrote them: the programs of docs/bring-your-agent.md, word for word."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import subprocess
@@ -13,7 +11,7 @@ import yaml
 from rollmesh.runtime.addresses import free_port
 
 from ...kit.agent_programs import page_programs
-from ...kit.environments import NotInstalled, python_of
+from ...kit.environments import python_of
 from ...kit.openenv_server import openenv_server
 from ...kit.verifiers_programs import document_script, verifiers_server
 from ..conftest import ENDLESS
@@ -34,10 +32,7 @@ def test_a_program_with_the_openai_client_trains_a_run_with_its_tool(start_tool_
 @pytest.mark.long
 @pytest.mark.parametrize("function", ["langchain_agent:rollout", "agents_sdk:rollout", "agents_sdk_responses:rollout"])
 def test_a_framework_trains_a_run_with_its_tool(function: str, start_tool_run) -> None:
-    try:
-        python = python_of("frameworks")
-    except NotInstalled as missing:
-        pytest.skip(str(missing))
+    python = python_of("frameworks")
     run = start_tool_run(trainer={"train_steps": STEPS})
     folder = run.line.run_file.parent
     block = (folder / "agents_sdk.py").read_text()
@@ -72,12 +67,9 @@ def test_the_service_runs_the_function_of_the_page(start_tool_run) -> None:
 
 @pytest.mark.long
 def test_an_openenv_server_with_a_tool_trains_a_run(start_tool_run, tmp_path: Path) -> None:
-    try:
-        with openenv_server(tmp_path) as server:
-            run = start_tool_run(f"{server.url}/calculator", trainer={"train_steps": STEPS})
-            batches = run.ended(STEPS)
-    except NotInstalled as missing:
-        pytest.skip(str(missing))
+    with openenv_server(tmp_path) as server:
+        run = start_tool_run(f"{server.url}/calculator", trainer={"train_steps": STEPS})
+        batches = run.ended(STEPS)
     assert sum(t.reward for batch in batches for t in batch.trajectories) > 0
 
 
@@ -85,10 +77,7 @@ def test_an_openenv_server_with_a_tool_trains_a_run(start_tool_run, tmp_path: Pa
 def test_an_environment_server_of_verifiers_trains_a_run(start_tool_run, tmp_path: Path, monkeypatch) -> None:
     token, address = "a-token-of-both", f"tcp://127.0.0.1:{free_port()}"
     monkeypatch.setenv("ROLLMESH_GATEWAY__TOKEN", token)
-    try:
-        written = subprocess.run(**document_script("tasks", ENVIRONMENT), stdout=subprocess.PIPE, check=True)
-    except NotInstalled as missing:
-        pytest.skip(str(missing))
+    written = subprocess.run(**document_script("tasks", ENVIRONMENT), stdout=subprocess.PIPE, check=True)
     (tmp_path / "rows.jsonl").write_bytes(written.stdout)
     rollout = yaml.safe_load(page_programs()["verifiers.yaml"])["rollout"]
     rollout["agent"]["function_options"]["address"] = address

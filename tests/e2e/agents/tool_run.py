@@ -1,7 +1,5 @@
 """A run of agents with a calculator tool, and the programs of the page "bring your agent" as its clients."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -20,7 +18,7 @@ from ...chaos.judge import judge
 from ...chaos.judge.files import BatchFile, read_run
 from ...kit.agent_programs import page_programs
 from ...kit.tool_task import FIXED_ROWS, question, tool_tasks
-from ..conftest import WAIT_SECONDS, CommandLine, assert_rescored, until
+from ..conftest import WAIT_SECONDS, CommandLine, assert_rescored, interrupted, until
 
 GROUP_SIZE = 4
 
@@ -97,11 +95,8 @@ class ToolRun:
             assert client.poll() is None, client.communicate()[0]
             client.kill()
             client.communicate()
-        self.process.send_signal(signal.SIGINT)
-        output, _ = self.process.communicate(timeout=WAIT_SECONDS)
-        assert self.process.returncode == 130, output
-        audit = self.line.run("audit", str(self.line.folder))
-        assert audit.returncode == 0, audit.stdout + audit.stderr
+        interrupted(self.process)
+        self.line.succeeds("audit", str(self.line.folder))
         return self.examined()
 
     def examined(self) -> list[BatchFile]:

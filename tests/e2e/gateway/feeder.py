@@ -8,8 +8,6 @@ sessions alive: a queue of any size that does not move. A moving one is held sti
 Prints ``feeding`` once the first look would see everything and whenever it goes on, ``holding`` once it stands still.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -3,8 +3,6 @@
 python -m tests.e2e.gateway.picture_of_the_page
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import signal

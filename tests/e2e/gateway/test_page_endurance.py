@@ -1,7 +1,5 @@
 """The live page over a lost gateway, and before ten thousand rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

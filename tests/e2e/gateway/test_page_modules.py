@@ -1,7 +1,5 @@
 """The page's modules that decide something, run where they run: in the browser."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The live page of a mesh that trains, as ``rollmesh up`` starts both, until an operator stops the run."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any

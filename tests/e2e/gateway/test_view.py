@@ -1,7 +1,5 @@
 """`rollmesh view`: the page of a run that has ended, from its run folder alone."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`rollmesh view RUN --beside OTHER`: the curves of two runs in one chart, read, and zoomed with a finger."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

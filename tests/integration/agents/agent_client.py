@@ -43,9 +43,6 @@ class Agent:
         self.messages.append({"role": "user", "content": heard})
         return answer
 
-    async def aclose(self) -> None:
-        await self.client.close()
-
 
 async def state(http: httpx.AsyncClient, session_id: str) -> dict[str, Any]:
     return (await http.get(f"/sessions/{session_id}")).json()

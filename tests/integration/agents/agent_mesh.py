@@ -1,11 +1,8 @@
 """A small run of outside agents: real queue, generator, leader and agents service; the trainer is played here."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -17,17 +14,16 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-import yaml
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer as HfTokenizer
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from rollmesh.agents.agents_service import OpenAiService, openai_service
 from rollmesh.agents.main import build_app
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config import RunConfig
 from rollmesh.generator.main import serve as serve_generator
 from rollmesh.rollout.main import serve as serve_rollout
 from rollmesh.runtime.health import Health
@@ -42,6 +38,8 @@ from rollmesh.types import Batch
 
 from ...kit import models
 from ...kit.chat_tokenizers import write_tokenizer
+from ...kit.checkpoint_samples import copy_of, publish
+from ...kit.run_files import write_run
 from ...kit.waiting import reached
 
 TOKEN = "an-agent-token"
@@ -57,17 +55,8 @@ def write_model(folder: Path, seed: int) -> Path:
     # <|im_start|> is not special, so that a random model that writes it within an answer has it in the answer's text.
     write_tokenizer(folder, vocab_size=300, start="plain")
     tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
-    config = Qwen2Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=48,
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
-    )
+    fields = {"max_position_embeddings": 1024, "eos_token_id": tokenizer.token_to_id("<|im_end|>")}
+    config = models.tiny_qwen2(tokenizer.get_vocab_size(), **fields)
     return models.write_model(folder, config, seed, scale=3.0, shift=0.0)
 
 
@@ -78,8 +67,6 @@ def make_config(folder: Path, server: EmbeddedServer, write: WriteModel, **secti
     rows.write_text("\n".join(json.dumps({"prompt": task, "answer": str(n)}) for n, task in enumerate(TASKS)))
     write(folder / "model", 0)
     data: dict[str, Any] = {
-        "name": folder.name,
-        "folder": str(folder),
         "model": {"path": str(folder / "model")},
         "data": {
             "source": {"type": "jsonl", "path": str(rows), "chat": True},
@@ -96,10 +83,7 @@ def make_config(folder: Path, server: EmbeddedServer, write: WriteModel, **secti
         "store": {"url": server.url, "heartbeat_seconds": 0.3, "session_ttl_seconds": 12.0},
         "generator": {"slots": 8, "max_context_tokens": 512, "device": "cpu", "drain_timeout_seconds": 4.0},
     }
-    for name, section in sections.items():
-        data[name] = {**data.get(name, {}), **section}
-    (folder / "run.yaml").write_text(yaml.safe_dump(data))
-    return load_run_config(folder / "run.yaml", environ={})
+    return write_run(folder, data, sections)
 
 
 @dataclass
@@ -112,9 +96,13 @@ class Api:
     shutdown: asyncio.Event
     app: FastAPI
     health: Health
+    clients: list[AsyncOpenAI] = field(default_factory=list)
+    """Open until the service ends."""
 
     def client(self, **options: Any) -> AsyncOpenAI:
-        return AsyncOpenAI(**{"base_url": f"{self.url}/v1", "api_key": TOKEN, "max_retries": 0, **options})
+        options = {"base_url": f"{self.url}/v1", "api_key": TOKEN, "max_retries": 0, **options}
+        self.clients.append(AsyncOpenAI(**options))
+        return self.clients[-1]
 
     def value(self, name: str, **labels: str) -> float:
         return self.registry.registry.get_sample_value(name, labels) or 0.0
@@ -148,14 +136,8 @@ class AgentMesh:
                 logprobs = torch.log_softmax(model(torch.from_numpy(ids)[None]).logits[0], -1)
             gathered = logprobs[:-1].gather(1, torch.from_numpy(ids)[1:, None]).squeeze(1)
             canary.append(CanarySequence(token_ids=ids.tolist(), logprobs=gathered.tolist()))
-        record = open_checkpoints(self.config).publish(
-            session=self.trainer,
-            policy_version=version,
-            train_step=version,
-            parent=version - 1 if version else None,
-            write=lambda folder: [shutil.copy(f, folder) for f in source.iterdir()] and None,
-            canary=canary,
-        )
+        checkpoints = open_checkpoints(self.config)
+        record = publish(checkpoints, version, self.trainer, write=copy_of(source), canary=canary)
         await self.store.policies.announce(self.trainer, record)
         self.versions += 1
 
@@ -196,7 +178,9 @@ class AgentMesh:
         ) as service:
             app = build_app(service, TOKEN, RequestMetrics(registry), "127.0.0.1")
             async with http_server(app, listener, security, grace_seconds=grace_seconds):
-                yield Api(service, registry, f"{security.scheme}://{address}", shutdown, app, health)
+                made = Api(service, registry, f"{security.scheme}://{address}", shutdown, app, health)
+                yield made
+                await asyncio.gather(*(client.close() for client in made.clients))
 
     async def aclose(self) -> None:
         self.shutdown.set()

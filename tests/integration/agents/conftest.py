@@ -1,7 +1,5 @@
 """One run for the tests that leave it as it was, and a maker of others."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """Evaluations of agents: the program of the run on fixed rows, answered by one pinned version, and never trained."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -99,7 +97,6 @@ async def test_an_outside_agent_evaluates_the_pinned_version_and_nothing_of_it_i
             assert [t["policy_versions"] for t in (await state(http, agent.id))["trajectories"]] == [[0]]
             await reward(http, agent.id, value)
             assert (await state(http, agent.id))["state"] == "rewarded"
-            await agent.aclose()
         result = await result_of(mesh, 0)
         # Two prompts with means 1 and 0: standard deviation sqrt(1/2), divided by sqrt(2).
         assert (result.mean, result.sample_count, result.discarded_count) == (0.5, 2, 0)
@@ -128,7 +125,6 @@ async def test_an_abandoned_session_of_an_evaluation_is_given_again_as_often_as_
                 assert (await http.delete(f"/sessions/{agent.id}")).status_code == 204
             else:
                 await reward(http, agent.id, 1.0)
-            await agent.aclose()
         result = await result_of(mesh, 0)
     assert given == {"eval-0": 2, "eval-1": 1}
     assert (result.mean, result.sample_count, result.discarded_count) == (1.0, 1, 1)
@@ -164,8 +160,6 @@ async def test_drift_and_sub_agents_of_an_evaluation_open_trajectories_outside_o
             await reward(there, parent.id, 0.75)
         result = await result_of(mesh, 0)
         assert (await state(http, sub.id))["state"] == "rewarded"
-        await parent.aclose()
-        await sub.aclose()
     assert (result.mean, result.sample_count, result.details["mean_length"]) == (0.75, 1, sum(tokens))
     counts = await mesh.store.mesh.counts()
     assert counts.trajectories["leased"] == counts.totals.get("forks_total", 0) == 0

@@ -1,7 +1,5 @@
 """An agent of ten lines, run by the service: its rewards are trained, and its faults cost its own trajectories only."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

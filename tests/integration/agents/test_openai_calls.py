@@ -1,7 +1,5 @@
 """Chat and completions through the official client, on a real generator; nothing of it is recorded."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

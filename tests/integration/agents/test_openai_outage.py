@@ -1,7 +1,5 @@
 """The API while Redis is away, while no generator serves, and while the service itself stops."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -67,7 +65,6 @@ async def test_an_outage_of_redis_holds_sessions_back_and_loses_nothing(tmp_path
             assert (await state(http, agent.id))["drift_count"] == 0
             done = await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})
             assert done.status_code == 200, done.text
-            await agent.aclose()
         # Nobody plays the trainer that states its step to the new server: nothing is cut, and all of it is there.
         found = (await mesh.store.mesh.counts()).trajectories
         assert (found["scored"], found["leased"], found["partial"]) == (2, 0, 0), found
@@ -98,7 +95,6 @@ async def test_a_context_that_drifts_while_redis_recovers_waits_and_costs_no_tok
         first, _ = seen["trajectories"]
         assert (first["id"], first["tokens"]) == (before["id"], before["tokens"])
         assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0
-        await agent.aclose()
 
 
 async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
@@ -161,8 +157,6 @@ async def test_calls_under_way_are_told_that_the_service_stops(
         assert isinstance(errors[1], openai.APIError) and errors[1].code == "shutting_down"
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
-        for agent in agents:
-            await agent.aclose()
     # Nothing is lost by it: what was written is saved for the next service.
     view = await mesh.store.mesh.view()
     assert view.partial == 2
@@ -185,5 +179,3 @@ async def test_a_run_that_needs_no_more_rollouts_ends_its_calls_at_once(make_mes
         with pytest.raises(openai.APIStatusError) as told:
             await late
         assert (told.value.status_code, told.value.code) == (410, "run_complete")
-        for agent in agents:
-            await agent.aclose()

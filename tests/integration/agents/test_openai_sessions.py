@@ -1,7 +1,5 @@
 """Agents at work: their calls become trajectories, with the ids as sampled, and their rewards train them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -69,8 +67,6 @@ async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_me
         counts = await mesh.store.mesh.counts()
         assert counts.totals.get("forks_total", 0) == 0
         assert api.value("rollmesh_agents_sessions_ended_total", how="rewarded") == 4
-        for agent in agents:
-            await agent.aclose()
 
 
 async def test_a_later_call_of_a_session_writes_to_the_queue_once(
@@ -96,7 +92,6 @@ async def test_a_later_call_of_a_session_writes_to_the_queue_once(
         writes.clear()
         await agent.turn(max_tokens=300)
         assert len(writes) > 1 and max(writes) <= 64, "a crash costs what rollout.partial_save_tokens allows"
-        await agent.aclose()
 
 
 async def test_a_session_refuses_what_could_not_be_trained_on(make_mesh: Callable[..., Any]) -> None:
@@ -122,7 +117,6 @@ async def test_a_session_refuses_what_could_not_be_trained_on(make_mesh: Callabl
         assert (await state(http, agent.id))["drift_count"] == 0, "what is refused leaves no trace"
         unknown = await http.get(f"/sessions/ses-{0:032x}")
         assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "session_not_found"
-        await agent.aclose()
 
 
 async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: Callable[..., Any]) -> None:
@@ -155,8 +149,6 @@ async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: C
             )
         text = mesh.tokenizer.decode(child.response_ids, special_tokens=True)
         assert "a summary of what I said" in text
-        for each in (agent, other):
-            await each.aclose()
 
 
 async def test_without_room_for_another_trajectory_a_drifted_one_begins_again(make_mesh: Callable[..., Any]) -> None:
@@ -174,7 +166,6 @@ async def test_without_room_for_another_trajectory_a_drifted_one_begins_again(ma
         assert api.value("rollmesh_agents_drift_total", outcome="restarted") == 2
         assert (await mesh.store.mesh.counts()).totals["restarts_total"] == 2
         assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
-        await agent.aclose()
 
 
 async def test_the_same_context_again_is_a_retry_or_a_wish_for_another_answer(make_mesh: Callable[..., Any]) -> None:
@@ -199,7 +190,6 @@ async def test_the_same_context_again_is_a_retry_or_a_wish_for_another_answer(ma
 
         await mesh.until("the unwanted answer is given back", one_left)
         assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
-        await agent.aclose()
 
 
 async def test_equal_calls_at_once_get_an_answer_each(make_mesh: Callable[..., Any]) -> None:
@@ -211,7 +201,6 @@ async def test_equal_calls_at_once_get_an_answer_each(make_mesh: Callable[..., A
         calls = [client.chat.completions.create(**options, extra_body={"return_token_ids": True}) for _ in range(3)]
         answers = [tuple(answer.choices[0].model_extra["token_ids"]) for answer in await asyncio.gather(*calls)]
         assert len(set(answers)) == 3, "two were refused while the first was in progress, and retried by the client"
-        await agent.aclose()
 
 
 async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: Callable[..., Any]) -> None:
@@ -239,7 +228,6 @@ async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: 
         whole = await second
         assert (whole.choices[0].message.content or "").startswith(told)
         assert (await state(http, agent.id))["drift_count"] == 0
-        await agent.aclose()
 
 
 async def test_one_call_at_a_time_works_on_a_session(make_mesh: Callable[..., Any]) -> None:
@@ -263,7 +251,6 @@ async def test_one_call_at_a_time_works_on_a_session(make_mesh: Callable[..., An
         await agent.turn(max_tokens=2)
         assert (await state(http, agent.id))["drift_count"] == 0
         assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
-        await agent.aclose()
 
 
 async def test_a_session_whose_reward_is_being_scored_cannot_be_given_up(
@@ -294,7 +281,6 @@ async def test_a_session_whose_reward_is_being_scored_cannot_be_given_up(
         assert (await http.post(f"/sessions/{agents[1].id}/reward", json={"reward": 0.0})).status_code == 200
         for agent in agents:
             assert (await http.delete(f"/sessions/{agent.id}")).status_code == 204, "the session has ended already"
-            await agent.aclose()
     batch = await mesh.batch(1)
     assert [t.shaped_reward for t in batch.groups[0].trajectories] == [1.0, 0.0]
 
@@ -317,7 +303,6 @@ async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable
             assert seen["drift_count"] == 0
             done = await http.post(f"/sessions/{agent.id}/reward", json={"error": "the tool broke"})
             assert done.status_code == 200, done.text
-            await agent.aclose()
         counts = await mesh.store.mesh.counts()
         assert counts.totals["unscorable_total"] == 2
 
@@ -333,7 +318,6 @@ async def test_free_contexts_let_the_agent_write_its_own_prompt(make_mesh: Calla
             for _ in range(2):
                 await agent.turn()
             assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})).status_code == 200
-            await agent.aclose()
     for number, trajectory in enumerate((await mesh.batch(1)).groups[0].trajectories):
         ids = np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids])
         assert f"be brief, agent {number}" in mesh.tokenizer.decode(ids, special_tokens=True)

@@ -1,7 +1,5 @@
 """Agents that wait for a prompt or refuse to, fall silent, or are held by a pause."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -46,7 +44,6 @@ async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..
         assert len(ids) == 200 or ids[-1] in mesh.tokenizer.eos_token_ids
         await agent.turn()
         assert (await state(http, agent.id))["drift_count"] == 0
-        await agent.aclose()
 
 
 async def test_an_agent_that_does_not_wait_gets_a_prompt_that_is_there_or_the_reason(
@@ -97,8 +94,6 @@ async def test_agents_that_wait_for_their_tools_leave_the_pool_to_others_up_to_t
         answer = await http.post(f"/sessions/{agents[0].id}/reward", json={"reward": 1.0})
         assert answer.status_code == 200, answer.text
         agents.append(await Agent.open(api, http))
-        for agent in agents:
-            await agent.aclose()
     view = await mesh.store.mesh.view(groups=False)
     assert (view.leased, view.waiting) == (0, 0), "the service has closed its worker session"
 
@@ -136,8 +131,6 @@ async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_me
             assert (await http.post(f"/sessions/{each.id}/reward", json={"reward": reward})).status_code == 200
         batch = await mesh.batch(1)
         assert sorted(t.shaped_reward for t in batch.groups[0].trajectories) == [0.0, 1.0]
-        for each in (silent, leaver, third, fourth):
-            await each.aclose()
 
 
 async def test_an_agent_that_waits_is_told_when_the_run_has_what_it_needs(make_mesh: Callable[..., Any]) -> None:
@@ -150,7 +143,6 @@ async def test_an_agent_that_waits_is_told_when_the_run_has_what_it_needs(make_m
         for number, agent in enumerate(agents):
             await agent.turn(max_tokens=2)
             await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})
-            await agent.aclose()
         await mesh.batch(1)
         answer = await waiting
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_complete")

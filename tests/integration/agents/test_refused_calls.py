@@ -1,15 +1,18 @@
-"""Bad input of agents: each a typed error, with nothing lost of the session."""
+"""Bad input of agents: each a typed error that the OpenAPI document promises, with nothing lost of the session."""
 
-from __future__ import annotations
-
+import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from rollmesh.runtime.addresses import free_port
+
+from ...kit.schema_requests import ask_everything, wrong_methods
 from .agent_client import Agent, http_of, state
-from .agent_mesh import AgentMesh
+from .agent_mesh import TOKEN, AgentMesh, agents_process
 from .tool_model import ADD, QUESTION
 
 
@@ -80,4 +83,24 @@ async def test_a_reward_that_cannot_count_is_refused_and_the_one_that_does_count
             with pytest.raises(openai.APIStatusError) as gone:
                 await agent.turn()
             assert (gone.value.status_code, gone.value.code) == (410, "session_ended")
-            await agent.aclose()
+
+
+# The mesh runs in this process and draws random numbers while hypothesis makes requests in a thread.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning")
+@pytest.mark.parametrize("program", ["agent", "single_turn"])
+async def test_every_answer_of_v1_is_one_that_the_document_promises(
+    make_mesh: Callable[..., Any], program: str
+) -> None:
+    # Room for every session that is asked for: one without room waits half a minute.
+    pool = {"pool_size": 20 if program == "agent" else 8}
+    mesh: AgentMesh = await make_mesh(rollout={"program": program}, schedule=pool)
+    port = free_port()
+    fixed = {"model": mesh.config.name, "wait_seconds": 0.1}
+    async with agents_process(mesh, port) as process:
+        document = f"http://127.0.0.1:{port}/v1/openapi.json"
+        everywhere = "/(inference/)?v1/"
+        asked = await asyncio.to_thread(ask_everything, document, TOKEN, everywhere, fixed, accepts_valid=False)
+        assert asked == 11
+        assert await asyncio.to_thread(wrong_methods, document, TOKEN, "/v1/") == []
+        assert process.poll() is None
+    assert "request_failed" not in (Path(mesh.config.folder) / "agents.log").read_text()

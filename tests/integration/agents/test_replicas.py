@@ -1,7 +1,5 @@
 """Two replicas of the agents service: a session is in one of them, and its requests may reach any."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -83,8 +81,6 @@ async def test_requests_of_a_session_reach_its_replica_from_the_other_one(make_m
         left = await Agent.open(first, at_first)
         assert (await at_second.delete(f"/sessions/{left.id}")).status_code == 204
         assert (await state(at_first, left.id))["state"] == "given_up"
-        for each in (agent, there, other, other_there, left):
-            await each.aclose()
     assert [t.shaped_reward for t in (await mesh.batch(1)).groups[0].trajectories] == [1.0, 1.0]
     totals = (await mesh.store.mesh.counts()).totals
     assert (totals["scored_total"], totals.get("forks_total", 0)) == (2, 0)
@@ -133,8 +129,6 @@ async def test_a_stream_abandoned_at_the_other_replica_frees_the_session(make_me
                 pass
         assert stopped.value.code == "shutting_down"
         await mesh.until("the session is free again", lambda: not session.lock.locked())
-        await there.aclose()
-        await agent.aclose()
 
 
 async def test_one_session_has_a_name_that_two_replicas_open_at_once(make_mesh: Callable[..., Any]) -> None:
@@ -180,8 +174,6 @@ async def test_a_replica_that_stops_hands_each_session_to_one_other_whole(make_m
             kept = await state(http, agent.id)
             assert (kept["drift_count"], len(kept["trajectories"])) == ((1, 2) if number < 2 else (0, 1))
             assert (await at_third.post(f"/sessions/{agent.id}/reward", json={"reward": number})).status_code == 200
-            await agent.aclose()
-            await old.aclose()
     rewards = [t.shaped_reward for g in (await mesh.batch(1)).groups for t in g.trajectories]
     assert sorted(rewards) == [0.0, 0.0, 1.0, 1.0, 2.0, 3.0]
     assert (await mesh.store.mesh.counts()).totals.get("restarts_total", 0) == 0
@@ -230,7 +222,6 @@ async def test_nothing_is_sent_to_the_address_of_a_replica_that_is_gone(make_mes
             agent = await Agent.open(first, at_first)
             await agent.turn()
             assert (await at_first.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
-            await agent.aclose()
             port = httpx.URL(first.url).port
         strangers = list[bytes]()
 

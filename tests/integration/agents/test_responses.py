@@ -1,7 +1,5 @@
 """Agents that speak the Responses API: the official client's calls, and the exact tokens in the queue."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways to name the session of a call: API key, URL path, two headers, and a name that the first call brings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

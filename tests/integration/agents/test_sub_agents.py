@@ -1,6 +1,4 @@
-"""Sub-agents through the real service: their sessions share the reward that their parent gets once."""
-
-from __future__ import annotations
+"""Sub-agents share the reward that their parent gets once; rewards by turn train each answer's tokens from it on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +11,7 @@ from rollmesh.algorithms.advantages import dr_grpo
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.scheduling import run_limits
 from rollmesh.trainer.learner.train_batch import build_train_batch
+from rollmesh.types import Batch, Trajectory
 from rollmesh.worker.program import RolloutContext
 
 from ...kit.run_files import run_config
@@ -55,7 +54,6 @@ async def test_sub_agents_are_trained_by_the_reward_of_their_parent_which_counts
             moved = Agent(second, agent.told, max_retries=10)
             moved.messages = agent.messages
             await moved.turn()
-            await moved.aclose()
         for _ in range(2):
             done = await http.post(f"/sessions/{parent.id}/reward", json={"reward": 1.0})
             assert done.status_code == 200, done.text
@@ -74,8 +72,6 @@ async def test_sub_agents_are_trained_by_the_reward_of_their_parent_which_counts
     assert flat.advantages[flat.unit_index[flat.starts[:-1]]].tolist() == [0.5, -0.5, 0.5, 0.5]
     counts = await mesh.store.mesh.counts()
     assert counts.totals.get("restarts_total", 0) == 0 and counts.totals["scored_total"] == 4
-    for agent in (parent, alone, *subs):
-        await agent.aclose()
 
 
 async def test_a_team_is_given_up_together_and_only_its_parent_begins_it(make_mesh: Callable[..., Any]) -> None:
@@ -90,8 +86,6 @@ async def test_a_team_is_given_up_together_and_only_its_parent_begins_it(make_me
         assert (await state(http, sub.id))["state"] == "given_up"
         late = await http.post("/sessions", json={"parent": parent.id})
         assert (late.status_code, late.json()["error"]["code"]) == (410, "session_ended")
-        for agent in (parent, sub):
-            await agent.aclose()
 
 
 async def test_a_reward_of_a_team_that_a_crash_cuts_short_is_posted_again_to_the_parent(
@@ -141,8 +135,6 @@ async def test_a_reward_of_a_team_that_a_crash_cuts_short_is_posted_again_to_the
     assert [t.shaped_reward for t in trajectories] == [1.0, 0.0, 1.0]
     totals = (await mesh.store.mesh.counts()).totals
     assert totals["scored_total"] == 3 and totals.get("restarts_total", 0) == 0
-    for agent in (parent, sub, alone):
-        await agent.aclose()
 
 
 async def test_a_sub_agent_that_could_not_be_opened_leaves_no_session(
@@ -165,17 +157,23 @@ async def test_a_sub_agent_that_could_not_be_opened_leaves_no_session(
         (left,) = (await http.get("/sessions")).json()["data"]
         assert left["id"] == parent.id
         await mesh.until("the trajectory of the sub-agent is given back", one_is_leased)
-        await parent.aclose()
 
 
-async def test_a_run_without_shared_credit_has_no_sub_agents(make_mesh: Callable[..., Any]) -> None:
+async def test_a_run_with_credit_by_trajectory_has_neither_sub_agents_nor_rewards_by_turn(
+    make_mesh: Callable[..., Any],
+) -> None:
     mesh: AgentMesh = await make_mesh()
     async with mesh.api() as api, http_of(api) as http:
-        parent = await Agent.open(api, http)
-        refused = await http.post("/sessions", json={"parent": parent.id})
-        error = refused.json()["error"]
-        assert (refused.status_code, error["param"], error["code"]) == (400, "parent", "no_shared_rewards")
-        await parent.aclose()
+        agent = await Agent.open(api, http)
+        await agent.turn()
+        for path, field, value, code in (
+            ("/sessions", "parent", agent.id, "no_shared_rewards"),
+            (f"/sessions/{agent.id}/reward", "turns", [1.0], "no_rewards_by_turn"),
+        ):
+            refused = await http.post(path, json={field: value})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["code"]) == (400, field, code)
+        assert "trainer.algorithm.credit=trajectory" in error["message"]
 
 
 def test_most_members_is_the_room_for_sub_agents() -> None:
@@ -183,3 +181,66 @@ def test_most_members_is_the_room_for_sub_agents() -> None:
     assert run_limits(run_config(f"{fields} trainer.algorithm.credit=shared")).most_members == 12
     with pytest.raises(ConfigError, match="most_members=12 with curriculum.planner=single would have no effect"):
         run_limits(run_config(fields))
+
+
+BY_TURN: dict[str, Any] = {
+    "schedule": {"groups_per_batch": 1},
+    "trainer": {"algorithm": {"credit": "turn", "advantage": "dr_grpo"}},
+}
+
+
+def returns(trajectory: Trajectory) -> list[tuple[int, float]]:
+    assert trajectory.outcome is not None
+    return [(turn.end, turn.value) for turn in trajectory.outcome.turns]
+
+
+def token_advantages(batch: Batch) -> list[list[float]]:
+    """Advantages of the sampled tokens of each trajectory, as a trainer of this run computes them."""
+    flat = build_train_batch(batch, {0: 0}, dr_grpo, credit="turn")
+    of_tokens = flat.advantages[flat.unit_index]
+    return [of_tokens[flat.policy_mask & (flat.sequence_index == row)].tolist() for row in range(flat.trajectory_count)]
+
+
+async def sampled(agent: Agent) -> int:
+    """One call; the number of its tokens."""
+    answer = await agent.turn()
+    return len(answer.choices[0].model_extra["token_ids"])
+
+
+async def test_each_answer_is_trained_by_the_rewards_from_it_on_across_a_drift(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(**BY_TURN)
+    async with mesh.api() as api, http_of(api) as http:
+        agent, other = [await Agent.open(api, http) for _ in range(2)]
+        first, second = await sampled(agent), await sampled(agent)
+        agent.messages[1] = {"role": "assistant", "content": "a summary of what I said"}
+        third, whole = await sampled(agent), await sampled(other)
+        seen = await state(http, agent.id)
+        assert (seen["turn_count"], seen["drift_count"]) == (3, 1)
+        for body, field, words in (
+            ({"turns": [1.0]}, "turns", "1 rewards, but the session recorded 3 answers"),
+            ({"turns": [1.0, 0.5, "nan"]}, "turns.2", "should be a finite number"),
+            ({"turns": [1.0, 2e9, 0.0]}, "turns.1", "should be less than or equal to 1000000000"),
+            ({"turns": [0.0, 9e8, 9e8]}, "turns", "rewards that sum up to 1.8e+09"),
+            ({"turns": []}, "turns", "at least 1 item"),
+            ({"turns": [0.0] * 3, "verify": True}, "reward", "exactly one of"),
+        ):
+            refused = await http.post(f"/sessions/{agent.id}/reward", json=body)
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"]["param"] == field and words in refused.json()["error"]["message"]
+        # Returns 1.5, 1, 2: the end gives 1 beside the turns.
+        body = {"reward": 1.0, "turns": [0.5, -1.0, 1.0]}
+        for _ in range(2):
+            done = await http.post(f"/sessions/{agent.id}/reward", json=body)
+            assert (done.status_code, done.json()["reward"]) == (200, 1.5), done.text
+        for changed in ({"reward": 1.5}, {"reward": 1.0, "turns": [-1.0, 0.5, 1.0]}):
+            conflict = await http.post(f"/sessions/{agent.id}/reward", json=changed)
+            assert conflict.json()["error"]["code"] == "already_rewarded", "the sum is the same, the turns are not"
+        # A reward alone is one of the end.
+        assert (await http.post(f"/sessions/{other.id}/reward", json={"reward": -0.5})).status_code == 200
+        batch = await mesh.batch(1)
+        before, alone, after = batch.groups[0].trajectories
+        assert returns(before) == [(first, 1.5), (first + second, 1.0)]
+        assert returns(after) == [(third, 2.0)] and returns(alone) == [(whole, -0.5)]
+        assert [t.shaped_reward for t in (before, alone, after)] == [1.5, -0.5, 1.5]
+        # The mean of 1.5, 1, -0.5 and 2 is 1.
+        assert token_advantages(batch) == [[0.5] * first + [0.0] * second, [-1.5] * whole, [1.0] * third]

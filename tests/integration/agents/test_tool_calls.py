@@ -1,7 +1,5 @@
 """Agents with tools: a model that calls them, the official client in between, and the exact tokens in the queue."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollouts by a real environment server of verifiers: rewards and exact tokens, its tools, its death in an episode."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,17 +1,16 @@
 """A model that calls tools: it knows one conversation by heart."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
 
 import torch
 from renderers import config_from_name, create_renderer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...kit.chat_tokenizers import CHATML
 from ...kit.family_tokenizers import write_family_tokenizer
+from ...kit.models import tiny_qwen2
 
 QUESTION = {"role": "user", "content": "what is 2 + 3?"}
 # As an MCP server describes a function of two integers.
@@ -52,17 +51,9 @@ def trained(folder: Path) -> Path:
     renderer = create_renderer(tokenizer, config_from_name("qwen3"))
     whole = renderer.render([QUESTION, *SAID], tools=[ADD])  # type: ignore[arg-type, list-item]
     ids, own = torch.tensor(whole.token_ids), torch.tensor(whole.sampled_mask)
-    config = Qwen2Config(
-        vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"],
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=96,
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-        eos_token_id=renderer.get_stop_token_ids(),
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 1024}
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = tiny_qwen2(vocab_size, eos_token_id=renderer.get_stop_token_ids(), **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(1000):

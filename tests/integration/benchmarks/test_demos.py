@@ -1,7 +1,5 @@
 """Short runs of the demo under every schedule and method: their settings, their rows, and the exit status."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

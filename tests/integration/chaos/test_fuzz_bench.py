@@ -1,7 +1,5 @@
 """The fuzz bench against a real run: no fault, no hang, no restart, and training continues."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

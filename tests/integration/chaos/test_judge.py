@@ -1,7 +1,5 @@
 """The outside judge finds no problem in a sound run, and each fault in a copy that has one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -15,14 +13,13 @@ import numpy as np
 import pytest
 import yaml
 
-from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.mesh import Cursor
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Group, Segment, SegmentSource, TeacherColumn, Trajectory
 
 from ...chaos.judge import judge
-from ...kit.checkpoint_samples import flip, write_batch
+from ...kit.checkpoint_samples import flip, publish, write_batch
 from ...kit.made_batches import sets_of
 from ..report.made_checkpoints import GROUPS, STEPS, MadeRun, make_audited_run, rewritten
 
@@ -271,8 +268,7 @@ def test_weights_that_are_not_those_of_the_recorded_settings_are_found(
     batch, settings = store.read_batch(5), trainer.settings(5)
     trainer.train(batch, versions, settings)
     shutil.rmtree(root / "policies" / "00000005-s5")
-    canary = [CanarySequence(token_ids=[1, 2], logprobs=[-1.0])]
-    store.publish(session="a", policy_version=5, train_step=5, parent=4, write=trainer.export, canary=canary)
+    publish(store, 5, session="a", write=trainer.export)
     (root / "batches" / "00000005.pb").unlink()
     write_batch(store, batch, Cursor(), versions, settings.model_copy(update={"learning_rate": 1e-3}))
     judgement = judge(run.folder)

@@ -1,7 +1,5 @@
 """The outside judge rebuilds weights that a bucket has as deltas, and names the versions of a broken chain."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

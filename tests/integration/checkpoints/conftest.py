@@ -1,7 +1,5 @@
 """A real S3 server and the stores of several nodes on it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

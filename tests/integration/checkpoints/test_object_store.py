@@ -1,7 +1,5 @@
 """Policies, batch files and states in a real S3: what one node writes another one reads, whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io

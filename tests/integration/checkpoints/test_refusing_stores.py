@@ -1,7 +1,5 @@
 """Object stores that refuse a kind of call: a final error with a remedy, where an outage is waited for."""
 
-from __future__ import annotations
-
 import http.server
 import ssl
 import threading

@@ -1,15 +1,24 @@
-"""Runs in places that lack something: locks, names in UTF-8, room for the output."""
-
-from __future__ import annotations
+"""Runs in places that lack locks, UTF-8 or room; commands at a terminal that asks, and stopped by signals."""
 
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.config import write_run_config
+
+from ..launcher.test_launcher_outages import config
+from ..trainer.test_waits import fill
 
 RUN = {
     "name": "odd",
@@ -95,3 +104,120 @@ def test_a_run_whose_output_has_no_room_is_audited_and_reported(folder: Path) ->
     assert done.returncode == 0, done.stderr
     assert (folder / "runs" / "odd" / "report.html").stat().st_size > 0
     assert json.loads((folder / "runs" / "odd" / "audit.json").read_text())["verdict"] == "green"
+
+
+def run_folder(disk: Path) -> Path:
+    folder = disk / "run"
+    folder.mkdir()
+    write_run_config(config(folder), folder / "config.yaml")
+    report = {"train_step": 1, "time": 1.0, "reward_mean": 0.5, "version": 1}
+    (folder / "metrics.jsonl").write_text(json.dumps(report) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [
+        (lambda disk: ["init", "countdown", str(disk / "mine")], "mine/"),
+        (lambda disk: ["report", str(disk / "run")], "run/"),
+        (lambda disk: ["audit", str(disk / "run")], "run/"),
+        (lambda disk: ["sim", "--set", "trainer.train_steps=2", "--page", str(disk / "sim.html")], "sim.html"),
+    ],
+    ids=["init", "report", "audit", "sim"],
+)
+def test_a_command_on_a_full_disk_names_the_path(
+    small_disk: Path, arguments: Callable[[Path], list[str]], file: str
+) -> None:
+    run_folder(small_disk)
+    (small_disk / "mine").mkdir()
+    fill(small_disk / "filler")
+    done = CliRunner().invoke(app, arguments(small_disk))
+    assert done.exit_code == 2, done.output
+    assert "No space left on device" in done.stderr and str(small_disk / file) in done.stderr
+    assert not list(small_disk.rglob("*.tmp")), "nothing half written is left"
+    if file == "mine/":
+        (small_disk / "filler").unlink()
+        again = CliRunner().invoke(app, arguments(small_disk))
+        assert again.exit_code == 0, again.output
+
+
+def test_output_that_has_no_room_is_named_as_such() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "rollmesh", "sim", "--set", "trainer.train_steps=2"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "No space left on device" in done.stderr and "standard output" in done.stderr
+
+
+def typed(answer: str, *words: str) -> tuple[int, str]:
+    """Run a command on a terminal and answer its question; returns the exit status and what it printed."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "rollmesh", *words])
+    shown, answered = b"", False
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # the command has closed its terminal
+            part = b""
+        if not part:
+            break
+        shown += part
+        if not answered and b"[y/N]" in shown:
+            os.write(terminal, f"{answer}\n".encode())
+            answered = True
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+
+
+def test_more_processes_than_the_machine_can_serve_are_asked_about_on_a_terminal(tmp_path: Path) -> None:
+    run = {"name": "many", "folder": str(tmp_path / "run"), "model": {"path": str(tmp_path / "absent")}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**run, "generator": {"replicas": 5000}}))
+    status, shown = typed("n", "up", str(file))
+    assert status == 2
+    assert "generator.replicas=5000" in shown and "Start them anyway? [y/N]" in shown
+    assert "contains no config.json" not in shown
+    status, shown = typed("y", "up", str(file))
+    assert status == 2
+    assert "contains no config.json" in shown, "the next check, of a model that is not there"
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_while_the_commands_are_imported_ends_the_process_without_a_trace() -> None:
+    """The moment is chosen by what is imported: pydantic comes long before the last command."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["rollmesh"].partition(":")
+    # A shell starts what it puts in the background with SIGINT ignored, and children inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    script = f"{heard}; from {module} import {function}; {function}()"
+    # With a pipe this small the imports cannot run ahead of the signal.
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pipesize=4096,
+    ) as process:
+        assert process.stderr is not None
+        assert any(line.endswith(" pydantic.version\n") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in rest
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    script = """
+import asyncio, os, signal
+from rollmesh.cli.common import shutdown_event
+
+async def main():
+    shutdown = shutdown_event()
+    os.kill(os.getpid(), signal.SIGHUP)
+    await asyncio.sleep(0)
+    print("alive" if not shutdown.is_set() else "stopped")
+
+asyncio.run(main())
+"""
+    command = ["nohup", sys.executable, "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "alive\n"

@@ -1,7 +1,5 @@
 """Wrong inputs: each is refused before a folder is made, with field, value and remedy; tests/unit/config has more."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

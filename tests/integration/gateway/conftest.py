@@ -1,7 +1,5 @@
 """A real Redis, a populated run, and a real gateway process in front of it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path

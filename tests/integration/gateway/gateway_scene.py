@@ -28,14 +28,14 @@ from rollmesh.types import (
     FinishReason,
     Group,
     OutcomeKind,
-    PolicyRecord,
     Prompt,
     RewardOutcome,
     Segment,
-    SegmentSource,
 )
 
 from ...kit.checkpoint_samples import write_batch
+from ...kit.records import environment_tokens, policy_record, policy_tokens
+from ...kit.waiting import reached
 from ...kit.warm import GATEWAY, WarmProcess, template
 
 DEADLINE_SECONDS = 120.0
@@ -54,12 +54,6 @@ def write_run_file(folder: Path, name: str, **gateway: Any) -> Path:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(data))
     return file
-
-
-def policy(version: int) -> PolicyRecord:
-    return PolicyRecord(
-        policy_version=version, train_step=version, path=f"policies/{version}-x", manifest_digest="ab" * 32
-    )
 
 
 @dataclass
@@ -81,7 +75,7 @@ class Scene:
         leader = await store.leadership.acquire("rollout-0")
         assert leader is not None
         trainer = await store.training.open_session("trainer")
-        await store.policies.announce(trainer, policy(0))
+        await store.policies.announce(trainer, policy_record(0))
         await store.leadership.set_desired(leader, Desired(pool_size=8))
         return cls(store, config, tokenizer, leader, trainer, await store.sessions.open("rollout-0"))
 
@@ -106,23 +100,13 @@ class Scene:
 
     def segment(self, text: str, version: int = 0, kv_min_version: int | None = None) -> Segment:
         ids = self.tokenizer.encode(text)
-        return Segment(
-            token_ids=ids,
-            behavior_logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32) / 10,
-            policy_version=version,
-            kv_min_version=version if kv_min_version is None else kv_min_version,
-        )
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 10
+        oldest = version if kv_min_version is None else kv_min_version
+        return policy_tokens(ids, version, behavior_logprobs=logprobs, kv_min_version=oldest)
 
     def spoken(self, text: str) -> Segment:
         """Tokens of the environment."""
-        ids = self.tokenizer.encode(text)
-        return Segment(
-            token_ids=ids,
-            behavior_logprobs=None,
-            policy_version=0,
-            kv_min_version=0,
-            source=SegmentSource.ENVIRONMENT,
-        )
+        return environment_tokens(self.tokenizer.encode(text))
 
     async def append(self, trajectory_id: str, offset: int, *segments: Segment) -> int:
         digest = self.digests.get(trajectory_id, TokenDigest())
@@ -162,7 +146,7 @@ class Scene:
         digest = write_batch(open_checkpoints(self.config), batch, await self.store.leadership.cursor())
         await self.store.training.confirm_batch_file(self.trainer, train_step, digest)
         await self.store.training.report_trained(self.trainer, train_step)
-        await self.store.policies.announce(self.trainer, policy(train_step))
+        await self.store.policies.announce(self.trainer, policy_record(train_step))
 
 
 @dataclass
@@ -183,10 +167,7 @@ class RunningGateway:
 
     async def logged(self, text: str) -> None:
         """Wait until the log says so."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while text not in self.log.read_text():
-            assert time.monotonic() < deadline, self.log.read_text()
-            await asyncio.sleep(0.05)
+        await reached(lambda: text in self.log.read_text(), self.log.read_text, DEADLINE_SECONDS, pause=0.05)
 
     def terminate(self) -> int:
         """SIGTERM; returns the exit status, TimeoutExpired when it takes longer than a process is given."""

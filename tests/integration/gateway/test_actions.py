@@ -1,7 +1,5 @@
 """Actions of a client with the token, and refusals of all others."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,8 @@ from rollmesh.config import load_run_config
 from rollmesh.config.store import StoreConfig
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 
-from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, policy, until, write_run_file
+from ...kit.records import policy_record
+from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, until, write_run_file
 
 ACTIONS = [
     ("POST", "api/v1/pause"),
@@ -66,7 +65,7 @@ async def test_pause_and_resume_reach_the_queue(client: httpx.AsyncClient, scene
 
 
 async def test_versions_are_pinned_released_and_rolled_back(client: httpx.AsyncClient, scene: Scene) -> None:
-    await scene.store.policies.announce(scene.trainer, policy(1))
+    await scene.store.policies.announce(scene.trainer, policy_record(1))
     assert (await client.post("api/v1/policies/0/pin")).status_code == 200
     await until(client, "api/v1/overview", lambda body: body["pinned_version"] == 0)
     assert [p["pinned"] for p in (await client.get("api/v1/policies")).json()["policies"]] == [False, True]

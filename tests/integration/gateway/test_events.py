@@ -1,7 +1,5 @@
 """Live events: what clients receive, however slowly they read, and how many there may be."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

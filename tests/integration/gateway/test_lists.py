@@ -1,7 +1,5 @@
 """Lists: trained trajectories by step, the queue sorted, processes and their logs, which need the token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

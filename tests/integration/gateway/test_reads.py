@@ -1,7 +1,5 @@
 """Answers of a real gateway process about a real queue."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -13,8 +11,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from ...kit.records import policy_record
 from ...kit.schema_requests import ask_everything, wrong_methods
-from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, policy, until
+from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, until
 
 
 async def test_the_overview_follows_the_queue(client: httpx.AsyncClient, scene: Scene) -> None:
@@ -48,7 +47,7 @@ async def test_a_rollout_on_the_timeline_shows_which_version_wrote_what(
         return next((span for span in body["rollouts"] if span["id"] == "e0-0.0"), {"tokens": 0, "state": ""})
 
     await until(client, "api/v1/timeline", lambda body: span(body)["tokens"] == offset)
-    await scene.store.policies.announce(scene.trainer, policy(1))
+    await scene.store.policies.announce(scene.trainer, policy_record(1))
     longer = await scene.append("e0-0.0", offset, scene.segment("4 - 1 = 3 !", version=1))
     timeline = await until(client, "api/v1/timeline", lambda body: span(body)["tokens"] == longer)
     first, second = span(timeline)["intervals"]

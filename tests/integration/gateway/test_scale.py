@@ -1,7 +1,5 @@
 """Ten thousand rollouts in flight in front of one gateway."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The curves of a gateway that cannot read the trainer's run folder, and of one that can again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

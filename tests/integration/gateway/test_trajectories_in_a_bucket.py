@@ -1,19 +1,16 @@
 """Trained trajectories whose batch files are in a bucket, seen from a gateway on another machine."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from ...kit.s3_server import Bucket
+from ...kit.waiting import reached
 from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, until, write_run_file
 
 STEPS = 5
@@ -37,13 +34,6 @@ async def _train(scene: Scene) -> None:
         await scene.store.step_reports.write(scene.trainer, step - 1, [{"train_step": step, "reward_mean": step / 8}])
 
 
-async def _shown(client: httpx.AsyncClient, trajectory_id: str) -> dict[str, Any]:
-    answer = await client.get(f"api/v1/trajectories/{trajectory_id}")
-    assert answer.status_code == 200, answer.text
-    body: dict[str, Any] = answer.json()
-    return body
-
-
 async def test_a_gateway_elsewhere_reads_one_group_from_the_bucket_and_keeps_nothing(
     run_file: Path, scene: Scene, started: Callable[..., RunningGateway], tmp_path: Path
 ) -> None:
@@ -52,7 +42,9 @@ async def test_a_gateway_elsewhere_reads_one_group_from_the_bucket_and_keeps_not
     gateway = started(run_file, None, ROLLMESH_CHECKPOINTS__CACHE_FOLDER=str(own))
     async with gateway.client() as client:
         for group in (0, 2 * STEPS - 1, 5):
-            detail = await _shown(client, f"e0-{group}.1")
+            answer = await client.get(f"api/v1/trajectories/e0-{group}.1")
+            assert answer.status_code == 200, answer.text
+            detail = answer.json()
             assert (detail["found_in"], detail["state"]) == ("batch", "consumed")
             assert detail["train_step"] == group // 2 + 1
             assert detail["members"] == [f"e0-{group}.0", f"e0-{group}.1"]
@@ -93,7 +85,4 @@ async def test_a_bucket_that_does_not_answer_costs_the_viewer_alone(
         async def there() -> bool:
             return (await client.get("api/v1/trajectories/e0-3.0")).status_code == 200
 
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not await there():
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.2)
+        await reached(there, pause=0.2)

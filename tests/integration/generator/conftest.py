@@ -1,7 +1,5 @@
 """A real server and fresh runs for the generator's tests."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,7 @@
 """A run with real policies, a real registry and real generator processes; the trainer's part is played here."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
-import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
-from transformers import Qwen2Config
 
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config import RunConfig
 from rollmesh.generator.main import serve
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.scheduling import run_limits
@@ -37,7 +32,9 @@ from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.wire.generation_client import GenerationClient
 
 from ...kit import generation, models
+from ...kit.checkpoint_samples import copy_of, publish
 from ...kit.generation import VOCAB, Rollout, hf_logprobs, prompt_ids
+from ...kit.run_files import write_run
 from ...kit.waiting import reached
 from ...kit.warm import WarmProcess, start_service
 
@@ -52,17 +49,7 @@ SLOWEST = [[1, 0.06]]
 
 def write_model(folder: Path, seed: int, hidden_size: int = 32) -> Path:
     """A random Qwen2 whose distributions differ from token to token."""
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=48,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-    )
-    return models.write_model(folder, config, seed, scale=6.0, shift=0.0)
+    return models.write_model(folder, models.tiny_qwen2(VOCAB, hidden_size=hidden_size), seed, scale=6.0, shift=0.0)
 
 
 def make_config(
@@ -74,10 +61,7 @@ def make_config(
     **generator: Any,
 ) -> RunConfig:
     """The run file of ``folder``; no entry or lease ends here by the clock, unless a test waits for that."""
-    folder.mkdir(parents=True, exist_ok=True)
     data = {
-        "name": folder.name,
-        "folder": str(folder),
         "model": {"path": str(folder / "model"), "adapter": adapter},
         "data": {"max_prompt_tokens": 16},
         "rollout": {"max_new_tokens": 200},
@@ -88,11 +72,9 @@ def make_config(
             "max_context_tokens": 256,
             "device": "cpu",
             "drain_timeout_seconds": 5.0,
-            **generator,
         },
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(data))
-    return load_run_config(folder / "run.yaml", environ={})
+    return write_run(folder, data, {"generator": generator})
 
 
 def make_call(name: str = "t", context: Int32Array | None = None, **changes: Any) -> GenerationCall:
@@ -188,18 +170,11 @@ class GeneratorRun:
     ) -> PolicyRecord:
         """Write the files of ``source`` as a policy that computes what ``model`` does."""
         self.models[version] = model
-        return self.checkpoints.publish(
-            session=self.session,
-            policy_version=version,
-            train_step=version,
-            parent=version - 1 if version else None,
-            write=lambda folder: [shutil.copy(f, folder) for f in source.iterdir()] and None,
-            canary=[
-                CanarySequence(token_ids=ids.tolist(), logprobs=(hf_logprobs(model, ids) - canary_error).tolist())
-                for ids in CANARY
-            ],
-            base=base,
-        )
+        canary = [
+            CanarySequence(token_ids=ids.tolist(), logprobs=(hf_logprobs(model, ids) - canary_error).tolist())
+            for ids in CANARY
+        ]
+        return publish(self.checkpoints, version, self.session, write=copy_of(source), canary=canary, base=base)
 
     async def begin(self) -> GeneratorRecord:
         """Publish version 0, and start a generator that serves it."""

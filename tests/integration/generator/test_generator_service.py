@@ -1,7 +1,5 @@
 """Generators over real gRPC with a real registry and real policy folders."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import signal

@@ -1,7 +1,5 @@
 """Policies that a generator refuses: wrong weights, broken folders and those that fail their canary."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Reloads in turns, and versions that are passed over: generators over real Redis and real policy folders."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 

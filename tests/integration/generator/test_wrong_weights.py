@@ -1,7 +1,5 @@
 """Engines that name a version and compute another: canary and audit find the first version of which that is true."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,17 +25,14 @@ from rollmesh.types import (
     Batch,
     FinishReason,
     Group,
-    OutcomeKind,
     PolicyRecord,
-    Prompt,
-    RewardOutcome,
-    Segment,
-    Trajectory,
 )
 
 from ...kit.adapters import ALPHA, RANK, change_tensors, merge, write_adapter
 from ...kit.checkpoint_samples import write_batch
 from ...kit.generation import collect, hf_logprobs, prompt_ids
+from ...kit.made_batches import trajectory
+from ...kit.records import segments_of
 from .generator_run import CANARY, SECRET, GeneratorRun, make_call
 
 ADAPTER = {"rank": RANK, "alpha": ALPHA}
@@ -113,26 +108,9 @@ async def train_on(run: GeneratorRun, engine: TorchEngine, step: int) -> None:
     groups = []
     for number in range(8 * step - 8, 8 * step):
         call = make_call(f"e0-{number}.0", prompt_ids(number), max_new_token_count=40)
-        segments = [
-            Segment(
-                token_ids=chunk.token_ids,
-                behavior_logprobs=chunk.behavior_logprobs,
-                policy_version=chunk.policy_version,
-                kv_min_version=chunk.kv_min_version,
-            )
-            for chunk in (await collect(engine, call)).chunks
-            if len(chunk.token_ids)
-        ]
-        trajectory = Trajectory(
-            trajectory_id=call.trajectory_id,
-            group_id=f"e0-{number}",
-            member_index=0,
-            prompt=Prompt(prompt_id=f"p{number}", token_ids=call.context_ids, verifier="exact"),
-            segments=tuple(segments),
-            finish_reason=FinishReason.LENGTH,
-            outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=1.0),
-        )
-        groups.append(Group(group_id=f"e0-{number}", admission_index=number, trajectories=(trajectory,)))
+        segments = segments_of((await collect(engine, call)).chunks)
+        sampled = trajectory(call.trajectory_id, segments, 1.0, prompt=call.context_ids, finish=FinishReason.LENGTH)
+        groups.append(Group(group_id=f"e0-{number}", admission_index=number, trajectories=(sampled,)))
     write_batch(run.checkpoints, Batch(train_step=step, groups=tuple(groups)), Cursor(epoch=0, index=8 * step))
     tensors = {"weight": torch.zeros(2)}
     run.checkpoints.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})

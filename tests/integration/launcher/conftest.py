@@ -1,7 +1,5 @@
 """A Redis of the run's own, and a launcher's client that retries as long as a test says."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

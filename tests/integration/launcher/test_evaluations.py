@@ -1,9 +1,6 @@
 """Evaluations beside a run, and their journal."""
 
-from __future__ import annotations
-
 import json
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.sealing import run_secret
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig, write_run_config
@@ -27,6 +23,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.store.evaluation_requests import evaluation_request
 from rollmesh.store.queue_types import EXISTING_PROMPTS, REQUESTED_PROMPTS, EvalResult
 
+from ...kit.checkpoint_samples import copy_of, publish
 from .test_launcher_outages import announce, config
 
 VALUES = {
@@ -55,15 +52,7 @@ def run(tmp_path: Path) -> Path:
     """A run folder with one published policy, and neither services nor a queue."""
     made(tmp_path)
     store = CheckpointStore(tmp_path / "checkpoints", run_secret(tmp_path))
-    record = store.publish(
-        session="made",
-        policy_version=0,
-        train_step=0,
-        parent=None,
-        write=lambda folder: shutil.copytree(resolve_model("recipe:countdown"), folder, dirs_exist_ok=True) and None,
-        canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
-    )
-    store.mark_announced(record)
+    store.mark_announced(publish(store, 0, write=copy_of(resolve_model("recipe:countdown"))))
     return tmp_path
 
 

@@ -1,7 +1,5 @@
 """Services as tasks of one process: their logs, their errors, their end; and the runs that cannot have them."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

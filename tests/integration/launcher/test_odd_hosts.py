@@ -1,7 +1,5 @@
 """Launchers where loopback is down, connections are refused, or modules have the names of libraries."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The commands that look at a run's queue, on an embedded server and without any service."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator
@@ -23,8 +21,9 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store import Append, NewGroup
 from rollmesh.store.evaluation_requests import evaluation_request
 from rollmesh.store.queue_types import EvalResult
-from rollmesh.types import Prompt, Segment
+from rollmesh.types import Prompt
 
+from ...kit.records import policy_tokens
 from .test_launcher_outages import announce, config
 
 
@@ -42,12 +41,7 @@ async def fill(run: RunConfig, folder: RunFolder) -> None:
         assert await store.leadership.admit(leader, [group], Cursor(), Cursor(index=1)) == 1
         session = await store.sessions.open("worker")
         await store.trajectories.lease(session, 1)
-        tokens = Segment(
-            token_ids=np.arange(5, dtype=np.int32),
-            behavior_logprobs=-np.ones(5, np.float32),
-            policy_version=1,
-            kv_min_version=1,
-        )
+        tokens = policy_tokens(range(5), 1)
         await store.trajectories.append(session, [Append(trajectory_id="e0-0.0", token_offset=0, segments=[tokens])])
         assert await store.trajectories.fail(session, [("e0-0.0", "no such luck")]) == 1
 

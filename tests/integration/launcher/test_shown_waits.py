@@ -1,7 +1,5 @@
 """A launcher and a status that wait for Redis say why, and a run that waits for an operator's pin says which."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re

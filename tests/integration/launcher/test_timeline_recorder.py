@@ -1,7 +1,5 @@
 """The timeline has the generators' counters, which ``rollmesh sim --calibrate`` reads."""
 
-from __future__ import annotations
-
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run folders for the report's tests."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

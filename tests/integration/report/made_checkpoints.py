@@ -4,10 +4,9 @@ The logprobs come from the plain Hugging Face forward pass, one sequence at a ti
 that the audit takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,27 @@ import numpy as np
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.load import validate_run_config, write_run_config
 from rollmesh.kept_sets import slice_sets
 from rollmesh.mesh import Cursor
 from rollmesh.types import (
     Batch,
-    FinishReason,
     Float32Array,
     Group,
     Int32Array,
     KeptSets,
-    OutcomeKind,
-    Prompt,
-    RewardOutcome,
     Segment,
     SegmentSource,
     Trajectory,
 )
 
-from ...kit.checkpoint_samples import write_batch
-from ...kit.made_batches import sets_of
+from ...kit.checkpoint_samples import publish, write_batch
+from ...kit.made_batches import CONFIGS, VOCAB, sets_of, trajectory
 
-VOCAB = 40
 STEPS = 6
 GROUPS = 2
 MEMBERS = 2
@@ -143,15 +136,7 @@ def make_audited_run(folder: Path) -> MadeRun:
             write_batch(run.store, _batch(rng, policies, step), Cursor(epoch=0, index=GROUPS * step))
         tensors = {"weight": torch.full((2,), float(step))}
         run.store.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
-        record = run.store.publish(
-            session=f"s{step}",
-            policy_version=step,
-            train_step=step,
-            parent=step - 1 if step else None,
-            write=_writer(policies[-1]),
-            canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
-        )
-        run.store.mark_announced(record)
+        run.store.mark_announced(publish(run.store, step, session=f"s{step}", write=partial(_save, policies[-1])))
     return run
 
 
@@ -164,16 +149,7 @@ def word_level_tokenizer() -> Tokenizer:
 
 def _policy(parent: PreTrainedModel | None, step: int) -> PreTrainedModel:
     """A random model, or its parent after a large random step."""
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
+    config = CONFIGS["qwen2"]()
     torch.manual_seed(step)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -188,12 +164,9 @@ def _policy(parent: PreTrainedModel | None, step: int) -> PreTrainedModel:
     return model.eval()
 
 
-def _writer(model: PreTrainedModel) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        model.save_pretrained(folder)
-        word_level_tokenizer().save(str(folder / "tokenizer.json"))
-
-    return write
+def _save(model: PreTrainedModel, folder: Path) -> None:
+    model.save_pretrained(folder)
+    word_level_tokenizer().save(str(folder / "tokenizer.json"))
 
 
 def _batch(rng: np.random.Generator, policies: list[PreTrainedModel], step: int) -> Batch:
@@ -209,7 +182,7 @@ def _batch(rng: np.random.Generator, policies: list[PreTrainedModel], step: int)
     groups = []
     for g in range(GROUPS):
         index = (step - 1) * GROUPS + g
-        prompt = Prompt(prompt_id=f"p{index}", token_ids=_ids(rng, 4), verifier="exact")
+        prompt = _ids(rng, 4)
         members = tuple(
             _trajectory(rng, policies, prompt, f"e0-{index}", m, plans[g * MEMBERS + m]) for m in range(MEMBERS)
         )
@@ -220,12 +193,12 @@ def _batch(rng: np.random.Generator, policies: list[PreTrainedModel], step: int)
 def _trajectory(
     rng: np.random.Generator,
     policies: list[PreTrainedModel],
-    prompt: Prompt,
+    prompt: Int32Array,
     group_id: str,
     member: int,
     plan: list[tuple[str, int]],
 ) -> Trajectory:
-    context, segments = prompt.token_ids, []
+    context, segments = prompt, []
     for kind, version in plan:
         ids = _ids(rng, SEGMENT)
         written = kind != "environment"
@@ -241,16 +214,7 @@ def _trajectory(
             )
         )
         context = np.concatenate([context, ids])
-    return Trajectory(
-        trajectory_id=f"{group_id}.{member}",
-        group_id=group_id,
-        member_index=member,
-        prompt=prompt,
-        segments=tuple(segments),
-        finish_reason=FinishReason.STOP,
-        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=float(member)),
-        shaped_reward=float(member),
-    )
+    return trajectory(f"{group_id}.{member}", segments, float(member), prompt=prompt)
 
 
 @torch.no_grad()

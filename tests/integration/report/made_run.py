@@ -1,11 +1,9 @@
 """A run folder with plausible numbers: what the mesh writes, made by arithmetic instead of hours of training."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
@@ -47,7 +45,6 @@ def make_run(
     kl_reference: float | None = None,
 ) -> Path:
     """Fill ``folder`` with config, metrics, timeline, evaluations, samples and a log; returns it."""
-    rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
     (folder / "logs" / "trainer-0.log").write_text("{}\n", encoding="utf-8")
@@ -63,33 +60,25 @@ def make_run(
         "made",
     )
     write_run_config(config, folder / "config.yaml")
-    reports = [step_report(s, steps, gain, seconds, kl_reference=kl_reference, rng=rng) for s in range(1, steps + 1)]
+    reports = [step_report(s, steps, gain, seconds, kl_reference) for s in range(1, steps + 1)]
     write_lines(folder / "metrics.jsonl", [line for _, line in reports])
-    write_lines(folder / "timeline.jsonl", _timeline(rng, steps, seconds))
+    write_lines(folder / "timeline.jsonl", _timeline(steps, seconds))
     write_lines(folder / "evaluations.jsonl", [_evaluation(v, steps, gain, seconds) for v in (0, steps)])
     write_lines(folder / "samples.jsonl", _samples(steps))
     return folder
 
 
 def step_report(
-    step: int,
-    steps: int = 36,
-    gain: float = 0.4,
-    seconds: float = 5.0,
-    *,
-    kl_reference: float | None = None,
-    rng: np.random.Generator | None = None,
+    step: int, steps: int = 36, gain: float = 0.4, seconds: float = 5.0, kl_reference: float | None = None
 ) -> tuple[StepReport, dict[str, Any]]:
     """The report of one step, and its line of metrics.jsonl."""
-    rng = np.random.default_rng(0) if rng is None else rng
-    progress = 1 - np.exp(-3 * step / steps)
+    progress = 1 - float(np.exp(-3 * step / steps))
     staleness = {s: c for s, c in enumerate((40, 60, 20, 8)) if s < step}
     trajectories = sum(staleness.values())
-    length = float(64 + 76 * progress + rng.normal(0, 4))
+    length = 64 + 76 * progress
     spread = SpreadStats(
         mean=sum(s * c for s, c in staleness.items()) / trajectories, max=max(staleness), histogram=staleness
     )
-    off_policy = float(min(0.35, 0.1 * step) + rng.normal(0, 0.015)) if step > 1 else 0.0
     report = filled(
         StepReport,
         train_step=step,
@@ -101,8 +90,8 @@ def step_report(
         microbatches=4,
         forward_tokens=int(trajectories * (length + 20)),
         seconds={"evidence": 0.02 * seconds, "gradient": 0.3 * seconds, "update": 0.01 * seconds},
-        batch=_batch_stats(rng, spread, length, off_policy, 0.39 + gain * progress, progress),
-        policy=replace(_policy_stats(rng, trajectories, int(trajectories * length)), kl_reference=kl_reference),
+        batch=_batch_stats(spread, length, min(0.35, 0.1 * step) * (step > 1), 0.39 + gain * progress),
+        policy=_policy_stats(trajectories, int(trajectories * length), kl_reference),
     )
     engines = {"prefill_tokens": 4000, "reprefill_tokens": 500, "slot_seconds": 640.0, "running_slot_seconds": 480.0}
     drafts = {"drafted_tokens": 60, "accepted_tokens": 40, "wasted_tokens": 20, "draft_bytes": 4096}
@@ -118,11 +107,8 @@ def step_report(
     return report, line | {"time": START + 10 + seconds * step}
 
 
-def _batch_stats(
-    rng: np.random.Generator, spread: SpreadStats, length: float, off_policy: float, reward: float, progress: float
-) -> BatchStats:
+def _batch_stats(spread: SpreadStats, length: float, off_policy: float, reward: float) -> BatchStats:
     count = sum(spread.histogram.values())
-    reward = float(reward + rng.normal(0, 0.03))
     return filled(
         BatchStats,
         groups=16,
@@ -136,7 +122,7 @@ def _batch_stats(
         advantage_abs_mean=0.6,
         all_right_groups=2,
         all_wrong_groups=1,
-        truncated_share=float(0.01 + 0.02 * progress),
+        truncated_share=0.02,
         off_policy_token_share=off_policy,
         version_span=spread,
         token_staleness=spread,
@@ -148,60 +134,40 @@ def _batch_stats(
     )
 
 
-def _policy_stats(rng: np.random.Generator, trajectories: int, tokens: int) -> PolicyStats:
-    ratio = filled(
-        RatioStats,
-        tokens=tokens,
-        mean=1.0,
-        std=0.05,
-        min=0.4,
-        max=2.1,
-        clipped_high=float(abs(0.008 + rng.normal(0, 0.002))),
-        clipped_low=float(abs(0.004 + rng.normal(0, 0.001))),
-    )
-    share = float(0.93 + rng.normal(0, 0.01))
-    gap = GapStats(tokens=tokens // 2, mean=1e-6, max=float(2e-5 * np.exp(rng.normal(0, 0.3))))
+def _policy_stats(trajectories: int, tokens: int, kl_reference: float | None) -> PolicyStats:
+    shares = {"clipped_high": 0.008, "clipped_low": 0.004}
+    ratio = filled(RatioStats, tokens=tokens, mean=1.0, std=0.05, min=0.4, max=2.1, **shares)
     return filled(
         PolicyStats,
         ratio=ratio,
         ratio_by_staleness={0: ratio},
         kl_behavior_k1=0.001,
-        kl_behavior_k3=float(abs(0.002 + rng.normal(0, 0.0004))),
-        effective_sample_size=share * trajectories,
-        effective_sample_share=share,
-        entropy=float(0.9 + rng.normal(0, 0.02)),
-        logprob_gap_pure=gap,
+        kl_behavior_k3=0.002,
+        effective_sample_size=0.93 * trajectories,
+        effective_sample_share=0.93,
+        entropy=0.9,
+        logprob_gap_pure=GapStats(tokens=tokens // 2, mean=1e-6, max=2e-5),
         forward_kl=0.2,
+        kl_reference=kl_reference,
     )
 
 
-def _timeline(rng: np.random.Generator, steps: int, seconds: float) -> list[dict[str, Any]]:
-    records, tokens = [], 0.0
+def _timeline(steps: int, seconds: float) -> list[dict[str, Any]]:
+    records = []
     for moment in range(int(20 + seconds * steps)):
         trained = min(steps, max(0, int((moment - 10) / seconds)))
         behind = max(0, trained - (1 if (moment - 10) % seconds < 2 else 0))
-        first, second = int(rng.integers(80, 97)), int(rng.integers(80, 97))
-        tokens += 2500 + float(rng.normal(0, 300))
-        view = {
-            "trained_step": trained,
-            "policy_version": trained,
-            "pending": int(rng.integers(10, 60)),
-            "partial": int(rng.integers(0, 12)),
-            "leased": first + second,
-            "finished": int(rng.integers(0, 9)),
-            "open_groups": int(rng.integers(24, 32)),
-            "ready_groups": int(16 * ((moment % seconds) / seconds)),
-        }
-        generators = [
-            {"instance_id": f"g{i}", "policy_version": v, "running": r, "waiting": 0, "slots": 96, "serving": True}
-            for i, (v, r) in enumerate(((trained, first), (behind, second)))
-        ]
+        waiting = {"pending": 30, "partial": 6, "leased": 176, "finished": 4, "open_groups": 28}
+        ready = int(16 * ((moment % seconds) / seconds))
+        generator = {"running": 88, "waiting": 0, "slots": 96, "serving": True}
         records.append(
             {
                 "t": START + moment,
-                "view": view,
-                "generators": generators,
-                "generated_token_total": tokens,
+                "view": {"trained_step": trained, "policy_version": trained, "ready_groups": ready, **waiting},
+                "generators": [
+                    {"instance_id": f"g{i}", "policy_version": v, **generator} for i, v in enumerate((trained, behind))
+                ],
+                "generated_token_total": 2500.0 * (moment + 1),
                 "dropped": {"straggler_timeout": 2, "filtered": 0},
             }
         )

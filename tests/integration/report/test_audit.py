@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -29,8 +27,8 @@ from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment
 
 from ...kit.checkpoint_samples import write_batch
-from ...kit.made_batches import sets_of
-from .made_checkpoints import VOCAB, MadeRun, off_by, resampled, rewritten
+from ...kit.made_batches import VOCAB, sets_of
+from .made_checkpoints import MadeRun, off_by, resampled, rewritten
 
 
 def test_a_sound_run_is_green_and_every_pure_segment_is_reproduced(audited: MadeRun) -> None:

@@ -1,7 +1,5 @@
 """The audit's judgement of a correct engine, at positions where a wrong last bit of a RoPE frequency shows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,11 @@ from rollmesh.config.generator import GeneratorConfig
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.report.rescore import gaps_of_version
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
-from rollmesh.types import GenerationCall, Prompt, SamplingParams, Segment, Trajectory
+from rollmesh.types import GenerationCall, SamplingParams
 
+from ...kit.made_batches import trajectory
 from ...kit.models import write_model
+from ...kit.records import segments_of
 
 VOCAB = 61
 POSITIONS = 8192
@@ -62,28 +62,9 @@ async def test_a_correct_engine_passes_the_audit_at_8k_positions(tmp_path, confi
         chunks = [chunk async for chunk in engine.generate(call)]
     finally:
         await engine.aclose()
-    segments = tuple(
-        Segment(
-            token_ids=chunk.token_ids,
-            behavior_logprobs=chunk.behavior_logprobs,
-            policy_version=chunk.policy_version,
-            kv_min_version=chunk.kv_min_version,
-            temperature=1.0,
-        )
-        for chunk in chunks
-        if len(chunk.token_ids)
-    )
-    trajectory = Trajectory(
-        trajectory_id="t",
-        group_id="g",
-        member_index=0,
-        prompt=Prompt(prompt_id="p", token_ids=prompt, verifier="exact"),
-        birth_version=0,
-        segments=segments,
-    )
     scorer = PolicyScorer.from_folder(folder, device="cpu", tokens_per_microbatch=POSITIONS)
     exact = PolicyScorer.from_folder(folder, device="cpu", dtype=torch.float64, tokens_per_microbatch=POSITIONS)
-    gaps = gaps_of_version(scorer, 0, [trajectory], lambda: exact)
+    gaps = gaps_of_version(scorer, 0, [trajectory("g.0", segments_of(chunks), prompt=prompt)], lambda: exact)
     assert len(gaps.values) == TOKENS
     # Rounding is some 3e-5 here, a wrong last bit of every frequency 4e-3 and more.
     assert gaps.values.max() < 1.5e-4

@@ -1,7 +1,5 @@
 """Ways to a green audit of a run that has not earned it: each of them is red or incomplete, and says why."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

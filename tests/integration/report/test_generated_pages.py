@@ -1,7 +1,5 @@
 """Generated pages of docs/ are those of the code; their examples work, and pictured runs are those of the rules."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export of a run's policies: a folder that transformers loads, with the facts of the run beside it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -14,7 +12,6 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.cli.main import app
 from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
@@ -24,6 +21,7 @@ from rollmesh.text import Tokenizer
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
+from ...kit.checkpoint_samples import copy_of, publish
 from .made_checkpoints import STEPS, MadeRun, make_audited_run
 
 NEWEST = STEPS + 1
@@ -33,15 +31,8 @@ NEWEST = STEPS + 1
 def run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
     """A made run whose newest policy is the recipe's model, with a tokenizer of its own."""
     run = make_audited_run(tmp_path_factory.mktemp("export") / "run")
-    record = run.store.publish(
-        session="s7",
-        policy_version=NEWEST,
-        train_step=STEPS,
-        parent=STEPS,
-        write=lambda folder: shutil.copytree(resolve_model("recipe:countdown"), folder, dirs_exist_ok=True) and None,
-        canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
-    )
-    run.store.mark_announced(record)
+    model = copy_of(resolve_model("recipe:countdown"))
+    run.store.mark_announced(publish(run.store, NEWEST, session="s7", step=STEPS, write=model))
     return run
 
 
@@ -118,15 +109,7 @@ def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> Non
     for name, tensor in trainer.state_tensors().items():
         if name.endswith("lora_B.weight"):
             tensor.normal_(std=0.1)
-    record = store.publish(
-        session="s8",
-        policy_version=NEWEST + 1,
-        train_step=STEPS,
-        parent=0,
-        write=trainer.copy_out().write,
-        canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
-        base=base,
-    )
+    record = publish(store, NEWEST + 1, session="s8", step=STEPS, write=trainer.copy_out().write, base=base)
     store.mark_announced(record)
     place, size, merge = trained_model_lines(folder)
     assert re.fullmatch(r"a version has [\d,]+ bytes of weights, full weights have [\d,]+ \(\d\.\d times\)", size)

@@ -1,7 +1,5 @@
 """The audit repeats every draw of replayed groups, and names the one that differs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """report.html: the page of a whole or partial run in one file, which fetches nothing and runs no text of the run."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -19,26 +17,24 @@ from rollmesh.report.view.recorded_overview import MOST_SAMPLES
 from .made_checkpoints import MadeRun
 from .made_run import answers_of
 
-PLOTTED = set(
-    [
-        "reward_mean",
-        "outcome_mean",
-        "evaluation",
-        "response_length_mean",
-        "response_length_p90",
-        "truncated_share",
-        "staleness_mean",
-        "staleness_max",
-        "off_policy_token_share",
-        "effective_sample_share",
-        "clipped_share",
-        "entropy",
-        "kl_behavior",
-        "logprob_gap_max",
-        "generated_tokens_per_second",
-        "trained_tokens_per_second",
-    ]
-)
+PLOTTED = {
+    "reward_mean",
+    "outcome_mean",
+    "evaluation",
+    "response_length_mean",
+    "response_length_p90",
+    "truncated_share",
+    "staleness_mean",
+    "staleness_max",
+    "off_policy_token_share",
+    "effective_sample_share",
+    "clipped_share",
+    "entropy",
+    "kl_behavior",
+    "logprob_gap_max",
+    "generated_tokens_per_second",
+    "trained_tokens_per_second",
+}
 """Curves that the report has of every run."""
 
 

@@ -1,7 +1,5 @@
 """The audit of a sharp policy, for many of whose tokens float32 tells little: its own rounding, and faults."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

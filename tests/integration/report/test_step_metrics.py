@@ -1,7 +1,5 @@
 """One row of the table of step metrics puts a number into every place that shows numbers of a train step."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The audit of a run with teachers: what it counts, and every column that it must not accept."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``rollmesh explain`` without a train step: where a trajectory or a group is."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Policy versions in the report: their bytes from the manifests, and their lives from the logs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The verifier that misbehaves, importable by the worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixtures of the reward tests: a model folder, verifiers that misbehave, a pool, a running service."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """The level of isolation that the service prints is the level that holds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Judges through the whole service: replies that cannot be read, many calls at once, time-outs, keys."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Poisonous answers cost their own time and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

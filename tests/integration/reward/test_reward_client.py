@@ -1,7 +1,5 @@
 """The client of reward services: coalesced calls, retries, deadlines, and the choice among services."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable

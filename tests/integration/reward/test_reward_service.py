@@ -1,7 +1,5 @@
 """The whole service over gRPC: outcomes, draining, metrics, and the memory that requests take."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

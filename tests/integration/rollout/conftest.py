@@ -1,7 +1,5 @@
 """A real Redis per session, a fresh run name per test."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import AsyncIterator

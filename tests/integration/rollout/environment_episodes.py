@@ -7,9 +7,10 @@ import numpy as np
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, Segment, SegmentSource, Trajectory
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, SegmentSource, Trajectory
 from rollmesh.worker.environment_program import EnvironmentProgram
 
+from ...kit.records import policy_tokens
 from ...kit.waiting import reached
 from .replicas import running
 from .scenes import members, whole_mesh
@@ -101,8 +102,7 @@ def saved_episode(*segments):
 
 
 def policy_turn(number):
-    ids = np.array([10 + number, STOP], np.int32)
-    return Segment(token_ids=ids, behavior_logprobs=-np.ones(2, np.float32), policy_version=0, kv_min_version=0)
+    return policy_tokens([10 + number, STOP])
 
 
 async def played_by_two_workers(store, program, log):

@@ -5,10 +5,7 @@ depends on (seed, trajectory, position) alone: so whatever was killed in between
 token as one engine writes it in one go.
 """
 
-from __future__ import annotations
-
 import asyncio
-import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config import RunConfig
 from rollmesh.generator.engines import build_engine
 from rollmesh.mesh import Cursor
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY_SIZE, save_tokenizer, stop_token_ids
@@ -32,6 +28,9 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.types import Batch, Chunk, GenerationCall, PolicyRecord, Prompt, SamplingParams
 
+from ...kit.checkpoint_samples import copy_of, publish
+from ...kit.models import tiny_qwen2
+from ...kit.run_files import write_run
 from ...kit.waiting import reached
 from ...kit.warm import WarmProcess, start_service
 
@@ -41,17 +40,7 @@ SECRET = "0123456789abcdef0123456789abcdef"
 def write_model(folder: Path) -> Path:
     """A random Qwen2 that speaks the countdown vocabulary and stops now and then."""
     torch.manual_seed(5)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=48,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        eos_token_id=stop_token_ids(),
-    )
+    config = tiny_qwen2(VOCABULARY_SIZE, max_position_embeddings=256, eos_token_id=stop_token_ids())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = stop_token_ids()
     model.save_pretrained(folder)
@@ -61,10 +50,7 @@ def write_model(folder: Path) -> Path:
 
 def write_run_file(folder: Path, server: EmbeddedServer, **sections: dict[str, Any]) -> RunConfig:
     """The run file of ``folder``; keyword arguments replace values of its sections."""
-    folder.mkdir(parents=True)
     data: dict[str, Any] = {
-        "name": folder.name,
-        "folder": str(folder),
         "seed": 11,
         "model": {"path": str(write_model(folder / "model"))},
         "data": {"max_prompt_tokens": 32},
@@ -82,10 +68,7 @@ def write_run_file(folder: Path, server: EmbeddedServer, **sections: dict[str, A
             "pace": [[1, 0.02]],
         },
     }
-    for section, values in sections.items():
-        data[section] = data.get(section, {}) | values
-    (folder / "run.yaml").write_text(yaml.safe_dump(data))
-    return load_run_config(folder / "run.yaml", environ={})
+    return write_run(folder, data, sections)
 
 
 @dataclass
@@ -138,15 +121,9 @@ class ProcessRun:
             network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
             logprobs = torch.log_softmax(network(torch.from_numpy(ids)[None]).logits[0], dim=-1)
         own = logprobs[np.arange(len(ids) - 1), ids[1:]].tolist()
+        canary = [CanarySequence(token_ids=ids.tolist(), logprobs=own)]
         self.policies = [
-            self.checkpoints.publish(
-                session=self.session,
-                policy_version=step,
-                train_step=step,
-                parent=step - 1 if step else None,
-                write=lambda folder: [shutil.copy(file, folder) for file in model.iterdir()] and None,
-                canary=[CanarySequence(token_ids=ids.tolist(), logprobs=own)],
-            )
+            publish(self.checkpoints, step, self.session, write=copy_of(model), canary=canary)
             for step in range(self.config.trainer.train_steps + 1)
         ]
 

@@ -1,7 +1,5 @@
 """Whole rollout replicas over scripted neighbours and a real store."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager

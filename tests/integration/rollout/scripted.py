@@ -4,8 +4,6 @@ Tokens depend on (trajectory, position) alone, so a trajectory that went through
 other workers can be compared token for token with what it must be.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -30,6 +28,8 @@ from rollmesh.types import (
     Trajectory,
     VersionNeed,
 )
+
+from ...kit.records import generator_record, policy_record
 
 VOCAB = 50
 STOP = 7
@@ -81,12 +81,10 @@ class ScriptedGenerator:
 
     @property
     def record(self) -> GeneratorRecord:
-        return GeneratorRecord(
-            instance_id=self.name,
-            address=f"{self.name}:0",
+        return generator_record(
+            self.name,
             policy_version=self.version,
             running_count=len(self.running),
-            waiting_count=0,
             slot_count=self.slots,
             kv_token_capacity=1 << 16,
             serving=not self.dead,
@@ -217,7 +215,7 @@ class ScriptedPrompts:
 
 
 def record_of(step: int) -> PolicyRecord:
-    return PolicyRecord(policy_version=step, train_step=step, path=f"{step}-t", manifest_digest="0" * 64)
+    return policy_record(step)
 
 
 @dataclass

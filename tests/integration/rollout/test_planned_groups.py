@@ -1,7 +1,5 @@
 """Whole meshes of a leader that plans: prompts by a sampler, and rounds of groups."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

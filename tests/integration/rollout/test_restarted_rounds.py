@@ -1,7 +1,5 @@
 """Rounds whose trajectories begin again, rest, or follow a rollback."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace

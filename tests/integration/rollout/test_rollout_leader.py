@@ -1,7 +1,5 @@
 """A leader over a real store: what it does when Redis comes back as an earlier state, and while prompts are opened."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

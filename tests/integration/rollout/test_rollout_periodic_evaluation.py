@@ -1,7 +1,5 @@
 """Every k-th version is evaluated during training: one generator is pinned, the others load newer versions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -85,11 +83,6 @@ class HeldGenerator(ScriptedGenerator):
             yield chunk
 
 
-async def pinned_generators(store) -> list[str]:
-    """The generators that are pinned to a version."""
-    return [name for name in ("a", "b") if await store.policies.pinned(name) is not None]
-
-
 async def test_every_second_version_is_evaluated_during_training(store) -> None:
     plan = schedule("copris", train_steps=6)
     generators = [ScriptedGenerator(name, seconds_per_token=0.01, slots=16) for name in ("a", "b")]
@@ -169,7 +162,7 @@ async def test_an_evaluation_that_begins_at_a_barrier_takes_half_of_one_generato
             EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=6, samples_per_prompt=2)
         )
         await reached(lambda: held_calls() >= 4)
-        assert len(await pinned_generators(store)) == 1
+        assert len([name for name in ("a", "b") if await store.policies.pinned(name) is not None]) == 1
         assert held_calls() == 4
 
     async def result():

@@ -1,7 +1,5 @@
 """Answers without a reward, unreadable prompts and budgets by train step, on a real queue."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -112,12 +110,6 @@ def stages(*values: tuple[int, int], most: int = 64) -> Budget:
     return found
 
 
-def check_lengths(trajectory: Trajectory, budget: int) -> None:
-    answer = answer_of(trajectory.trajectory_id, 40)
-    assert trajectory.response_ids.tolist() == answer[:budget]
-    assert trajectory.finish_reason is (FinishReason.STOP if len(answer) <= budget else FinishReason.LENGTH)
-
-
 async def test_a_trajectory_keeps_its_budget_in_another_worker_and_under_another_policy(store: TrajectoryStore) -> None:
     budget = stages((0, 24), (1, 3))
     options: dict[str, Any] = {"token_budget": budget, "chunk": 4}
@@ -131,7 +123,9 @@ async def test_a_trajectory_keeps_its_budget_in_another_worker_and_under_another
     resumed = 0
     for batch in batches:
         for trajectory in members(batch):
-            check_lengths(trajectory, budget(trajectory.birth_version))
+            answer, most = answer_of(trajectory.trajectory_id, 40), budget(trajectory.birth_version)
+            assert trajectory.response_ids.tolist() == answer[:most]
+            assert trajectory.finish_reason is (FinishReason.STOP if len(answer) <= most else FinishReason.LENGTH)
             resumed += trajectory.policy_versions == (0, 1) and len(trajectory.response_ids) > budget(1)
     assert resumed
 

@@ -3,13 +3,11 @@
 import asyncio
 from dataclasses import replace
 
-import numpy as np
-
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.store import Append, TrajectoryStore, WriteStatus
-from rollmesh.types import Segment
 
+from ...kit.records import policy_tokens
 from ...kit.waiting import reached
 from .replicas import running, schedule
 from .scenes import all_groups, check_batch, check_sampled_once, start, whole_mesh
@@ -99,14 +97,7 @@ async def test_trajectories_leased_in_the_moment_in_which_redis_stops_are_not_lo
 async def test_tokens_are_never_joined_to_tokens_that_another_worker_has_saved(store):
     async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.03), chunk=16) as run:
         longest = await reached(lambda: next((i for i in run.session.trajectories if len(answer_of(i, 40)) > 20), None))
-        ids = np.array(answer_of(longest, 40)[:3], np.int32)
-        other = Segment(
-            token_ids=ids,
-            behavior_logprobs=-ids.astype(np.float32),
-            policy_version=0,
-            kv_min_version=0,
-            temperature=0.5,
-        )
+        other = policy_tokens(answer_of(longest, 40)[:3], temperature=0.5)
         item = Append(trajectory_id=longest, token_offset=0, segments=[other])
         assert (await store.trajectories.append(run.session.current, [item]))[0].status is WriteStatus.SAVED
         batch = await run.trainer.train(1)
@@ -147,13 +138,8 @@ async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_tho
         other = await b.sessions.open("B")
         await b.trajectories.lease(other, 64)
         assert (await b.trajectories.restart(other, [longest])) is not None
-        theirs = Segment(
-            token_ids=np.array([1, 2, 3], np.int32),
-            behavior_logprobs=np.array([-9.0, -9.0, -9.0], np.float32),
-            policy_version=0,
-            kv_min_version=0,
-        )
-        (result,) = await b.trajectories.append(other, [append_after_restart(longest, theirs)])
+        first_save = Append(trajectory_id=longest, token_offset=0, segments=[policy_tokens([1, 2, 3])], incarnation=1)
+        (result,) = await b.trajectories.append(other, [first_save])
         assert result.status is WriteStatus.SAVED
         await b.sessions.close(other)
         awake.set()
@@ -162,11 +148,6 @@ async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_tho
     (trained,) = (t for g in batch.groups for t in g.trajectories if t.trajectory_id == longest)
     assert trained.response_ids[:3].tolist() == [1, 2, 3]
     assert [1, 2, 3] in [ids[:3] for ids in cluster.contexts[longest]], "the rest was sampled after those very tokens"
-
-
-def append_after_restart(trajectory_id, segment):
-    """The first save of the second beginning."""
-    return Append(trajectory_id=trajectory_id, token_offset=0, segments=[segment], incarnation=1)
 
 
 async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost_the_new_one(store, monkeypatch):

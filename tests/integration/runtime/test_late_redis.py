@@ -1,7 +1,5 @@
 """A service whose Redis is not there yet waits, says why, and starts without a restart once it is there."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The life of a service process, its imports, and a collector of traces that does not answer it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import io

@@ -1,7 +1,5 @@
 """Certificates and tokens on real gRPC and HTTP ports: the right ones pass, each kind of wrong one is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The admin port of a service: probes, health, certificates, limits of time."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib

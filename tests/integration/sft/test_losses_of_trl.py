@@ -1,7 +1,5 @@
 """Losses of ``rollmesh sft`` beside those of TRL's SFTTrainer, on equal rows, order and batches, in float32."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Runs whose generator has an SGLang server of its own: the fast stand-in, or the real one where it is installed."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters in a server that rollmesh did not start: its flags, its leftovers and its restart."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

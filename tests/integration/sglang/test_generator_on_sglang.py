@@ -1,7 +1,5 @@
 """A generator service in front of an SGLang server of its own, with the real policy watcher and registry."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Start, death and remains of the server as a process of the generator."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

@@ -1,7 +1,5 @@
 """The bench of the SGLang engine: every arm runs and is told apart. The figures are the bench's own business."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import sglang

@@ -1,7 +1,5 @@
 """Comparison of the queue with the plain model: what it is made of, what the leader sees, every counter."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

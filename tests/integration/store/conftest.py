@@ -1,7 +1,5 @@
 """A real server for the tests of the trajectory queue: one per session, a fresh run name per test."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """Random workers, leader and trainer on a real server that restarts, compared with the plain model after every step."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

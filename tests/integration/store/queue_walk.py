@@ -1,7 +1,5 @@
 """Random steps of a queue machine, weighted by their names."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable, Mapping

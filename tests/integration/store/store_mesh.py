@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,11 @@ from rollmesh.types import (
     Prompt,
     RewardOutcome,
     Segment,
-    SegmentSource,
     TeacherColumn,
 )
 from rollmesh.wire.codec import teacher_to_pb
+
+from ...kit.records import environment_tokens, policy_record, policy_tokens
 
 
 def limits(**changes: object) -> RunLimits:
@@ -53,9 +54,8 @@ def limits(**changes: object) -> RunLimits:
 
 
 def policy(version: int, train_step: int | None = None, *, rollbacks: int = 0) -> PolicyRecord:
-    step = version if train_step is None else train_step
-    path = f"{step}-x" + (f"r{rollbacks}" if rollbacks else "")
-    return PolicyRecord(policy_version=version, train_step=step, path=path, manifest_digest="ab" * 32)
+    record = policy_record(version, train_step)
+    return replace(record, path=f"{record.path}r{rollbacks}") if rollbacks else record
 
 
 def prompt(index: int, tokens: int = 4) -> Prompt:
@@ -75,22 +75,11 @@ def group(index: int, needed: int = 2, epoch: int = 0, prompt_tokens: int = 4, s
 
 
 def segment(tokens: int, version: int = 0, start: int = 0) -> Segment:
-    return Segment(
-        token_ids=np.arange(start, start + tokens, dtype=np.int32),
-        behavior_logprobs=-np.ones(tokens, dtype=np.float32),
-        policy_version=version,
-        kv_min_version=version,
-    )
+    return policy_tokens(range(start, start + tokens), version, behavior_logprobs=-np.ones(tokens, dtype=np.float32))
 
 
 def environment_segment(tokens: int) -> Segment:
-    return Segment(
-        token_ids=np.arange(tokens, dtype=np.int32),
-        behavior_logprobs=None,
-        policy_version=0,
-        kv_min_version=0,
-        source=SegmentSource.ENVIRONMENT,
-    )
+    return environment_tokens(range(tokens))
 
 
 def scored(value: float) -> RewardOutcome:
@@ -140,6 +129,8 @@ async def known(store: TrajectoryStore, trajectory_id: str, offset: int) -> dict
     digest = digest_of(found.trajectory.segments if found and found.trajectory else (), offset)
     key = store.connection.keys.of("trajectory", trajectory_id)
     return {
+        "trajectory_id": trajectory_id,
+        "token_offset": offset,
         "incarnation": int(await store.connection.command("HGET", key, "incarnation") or 0),
         "digest": digest.extended([segment(offset - digest.token_count)]),
     }
@@ -207,22 +198,14 @@ class Mesh:
         )
 
     async def append(self, trajectory_id: str, offset: int, tokens: int, version: int = 0) -> int:
-        item = Append(
-            trajectory_id=trajectory_id,
-            token_offset=offset,
-            segments=[segment(tokens, version, offset)],
-            **await known(self.store, trajectory_id, offset),
-        )
+        segments = [segment(tokens, version, offset)]
+        item = Append(segments=segments, **await known(self.store, trajectory_id, offset))
         return (await self.store.trajectories.append(self.session, [item]))[0].status
 
     async def finish(self, trajectory_id: str, offset: int, tokens: int, version: int = 0) -> int:
-        item = Finish(
-            trajectory_id=trajectory_id,
-            token_offset=offset,
-            segments=[segment(tokens, version, offset)] if tokens else [],
-            finish_reason=FinishReason.STOP,
-            **await known(self.store, trajectory_id, offset),
-        )
+        segments = [segment(tokens, version, offset)] if tokens else []
+        before = await known(self.store, trajectory_id, offset)
+        item = Finish(segments=segments, finish_reason=FinishReason.STOP, **before)
         return (await self.store.trajectories.finish(self.session, [item]))[0].status
 
     async def score(self, trajectory_id: str, value: float | None, teacher: TeacherColumn | None = None) -> int:
@@ -245,6 +228,11 @@ class Mesh:
     async def lease_ids(self, limit: int, new_limit: int | None = None) -> list[str]:
         leased = await self.store.trajectories.lease(self.session, limit, new_limit)
         return [item.trajectory.trajectory_id for item in leased]
+
+    async def lease_all(self) -> None:
+        """Lease everything that waits."""
+        while await self.store.trajectories.lease(self.session, 64):
+            pass
 
     async def claim(self, train_step: int) -> Batch:
         batch = await self.store.training.claim(self.trainer, train_step, 1.0)

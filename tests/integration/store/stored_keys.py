@@ -1,7 +1,5 @@
 """The queue read key by key, without its scripts: what is really there, and whether it contradicts itself."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field

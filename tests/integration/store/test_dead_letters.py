@@ -1,7 +1,5 @@
 """Trajectories that gave up, on a real server: when, what their letters keep, how they are replayed."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollmesh.errors import Conflict

@@ -1,7 +1,5 @@
 """The registry of generators: read again only where it has changed, and waiters woken only where there is room."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups on a real server: their rounds, spare members, forks, and the ledger of their drops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -220,17 +218,13 @@ async def test_the_ledger_names_the_decile_of_a_dropped_length(store: Trajectory
     assert [d.length_decile for d in await store.ledger.drops()] == [9, 0]
 
 
-async def finish_group(mesh: Mesh, index: int, *lengths: int) -> None:
-    for member, tokens in enumerate(lengths):
-        trajectory_id = f"e0-{index}.{member}"
-        assert await mesh.finish(trajectory_id, 0, tokens) == 1
-        assert await mesh.score(trajectory_id, float(member)) == 1
-
-
 async def test_the_shortest_groups_are_listed_although_many_were_admitted_before_them(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups_per_batch=1, groups=6, leased=12)
     for index in range(6):
-        await finish_group(mesh, index, 20 - index, 20 - index)
+        for member in range(2):
+            trajectory_id = f"e0-{index}.{member}"
+            assert await mesh.finish(trajectory_id, 0, 20 - index) == 1
+            assert await mesh.score(trajectory_id, float(member)) == 1
     admitted = [g.group_id for g in (await store.mesh.view()).ready]
     assert admitted == ["e0-0", "e0-1"], "a list has two batches"
     shortest = [(g.group_id, g.token_count) for g in (await store.mesh.view(shortest=True)).ready]

@@ -1,7 +1,5 @@
 """A real Redis with TLS, client certificates and an ACL user, by itself and behind a sentinel that wants them too."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Reads of single trajectories on a real server: pages, records, histories, and what is not in a batch yet."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -244,7 +242,7 @@ async def test_a_trajectory_that_began_again_is_read_whole_though_it_is_as_long_
     await store.trajectories.restart(mesh.session, ["e0-0.0"])
     assert await store.unclaimed.read(seen) == {}
     begun = await known(store, "e0-0.0", 0)
-    other = Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(8, start=77)], **begun)
+    other = Append(segments=[segment(8, start=77)], **begun)
     await store.trajectories.append(mesh.session, [other])
     await mesh.append("e0-0.0", 8, 4)
     now = await store.unclaimed.read(seen)

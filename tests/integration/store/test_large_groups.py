@@ -1,7 +1,5 @@
 """Groups of more than 200 members leave the queue in one step and are deleted in slices, between which actors die."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

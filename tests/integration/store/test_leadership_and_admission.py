@@ -1,7 +1,5 @@
 """Leadership, admission, failures of the leader and the registry, on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Leases on a real server: the pool, the order, lost answers, and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Outages in the middle of calls: cancelled callers, lost sessions, clocks set back, a Redis that comes back twice."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The queue bench runs and compares; its bars are for an idle machine, so they are not checked here."""
 
-from __future__ import annotations
-
 from benchmarks.queue import run
 
 

@@ -1,7 +1,5 @@
 """Start order of groups and resume order of partial trajectories, as the leases show them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

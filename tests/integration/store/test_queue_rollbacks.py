@@ -1,7 +1,5 @@
 """Rollbacks of the queue to an older policy, on a real server."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Recovery after Redis comes back as another server, step by step."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Calls that are refused leave the queue as it was, and lists of any length do not break a script half-way."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

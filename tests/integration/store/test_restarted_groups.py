@@ -1,7 +1,5 @@
 """Groups that begin again: restarted, set aside and recalled; stale workers, crashes and the end of the run."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollmesh.mesh import Cursor
@@ -57,8 +55,7 @@ async def test_a_group_that_is_evicted_during_its_reset_counts_as_drawn_whatever
     mesh = await Mesh.start(store, max_staleness=0, keeps_history=True, group_size=members, pool_size=10_000)
     await train_one_step(mesh)
     await mesh.admit(1, needed=members)
-    while await store.trajectories.lease(mesh.session, 64):
-        pass
+    await mesh.lease_all()
     await mesh.append("e0-2.0", 0, 7)
     _, unfinished = await store.connection.run("restart_groups", mesh.leader, "e0-2")
     assert len(unfinished) == (members > 100)

@@ -1,7 +1,5 @@
 """Saves of tokens, outcomes and teachers' scores on a real server."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

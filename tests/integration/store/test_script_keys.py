@@ -1,7 +1,5 @@
 """Bounds: no script touches more than 512 keys, and tombstones, letters and estimates of memory stay bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -130,8 +128,7 @@ async def test_a_restart_in_many_large_groups_keeps_to_the_bound(
 ) -> None:
     mesh = await Mesh.start(store, pool_size=10_000, group_size=SIZE)
     await mesh.admit(16, needed=SIZE)
-    while await store.trajectories.lease(mesh.session, 64):
-        pass
+    await mesh.lease_all()
     ids = [f"e0-{index}.0" for index in range(16)]
     for trajectory_id in ids:
         await mesh.append(trajectory_id, 0, 3)

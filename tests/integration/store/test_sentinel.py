@@ -1,7 +1,5 @@
 """A real Sentinel: the client finds the master, and after a failover the new one."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from collections.abc import Iterator

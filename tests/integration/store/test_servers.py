@@ -1,7 +1,5 @@
 """Accepted servers, messages of the errors, and the life of the embedded server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

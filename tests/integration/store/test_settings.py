@@ -1,7 +1,5 @@
 """Settings of an operator survive a Redis that comes back with an earlier state."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 

@@ -1,7 +1,5 @@
 """A worker that stalls past its TTL finds the tokens of others: its own are never joined to them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -17,13 +15,9 @@ NAME = "e0-0.0"
 OURS, THEIRS = segment(100), segment(60, start=5_000)
 
 
-def tokens_of(segments: tuple[Segment, ...]) -> list[int]:
-    return np.concatenate([s.token_ids for s in segments]).tolist()
-
-
 async def saved(store: TrajectoryStore) -> list[int]:
     found = await store.inspection.inspect(NAME)
-    return tokens_of(found.trajectory.segments)
+    return np.concatenate([s.token_ids for s in found.trajectory.segments]).tolist()
 
 
 async def expire(mesh: Mesh) -> None:

@@ -1,7 +1,5 @@
 """Random workers, leader and trainer against a real server, compared with the plain model after every step."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Cuts, claims, the steps of the trainer with their reports, and the times measured between them."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

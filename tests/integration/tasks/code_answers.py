@@ -1,7 +1,5 @@
 """Answers with code, scored in a real sandbox."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier

@@ -4,8 +4,6 @@
 script, its input and the limits. Prints JSON: the walls around the script and its standard output.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The HTTP judge against a real server on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

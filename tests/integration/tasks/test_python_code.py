@@ -1,7 +1,5 @@
 """Code against tests: right, wrong, cheating and poisonous, in a real sandbox."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,6 +18,7 @@ from rollmesh.tasks.sandbox.identity import own_uid
 from rollmesh.tasks.verifiers.code_tests import same_value
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier
 
+from ...kit.waiting import until
 from .code_answers import WAIT_SECONDS, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and resource limits are Linux's")
@@ -181,10 +180,7 @@ def test_a_poisonous_program_is_wrong_in_time_too(name: str) -> None:
 
 
 def wait_until_nothing_is_left() -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while left := processes_of_our_sandboxes():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
+    until(lambda: not processes_of_our_sandboxes(), lambda: str(processes_of_our_sandboxes()), WAIT_SECONDS)
 
 
 def processes_of_our_sandboxes() -> list[psutil.Process]:

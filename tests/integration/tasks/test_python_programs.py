@@ -1,7 +1,5 @@
 """Answers that are programs: what python does with their file, many inputs, a prelude, and floats in their output."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ As root the attacks run twice: under the uid of its own that root gives to code,
 whose uid owns the run. Where the kernel does not let us seal code off, the test says so and is skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

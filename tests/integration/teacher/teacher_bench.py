@@ -1,7 +1,5 @@
 """Runs with a teacher: its model, a running service, calls, and the scores that plain transformers gives."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager

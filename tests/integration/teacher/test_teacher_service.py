@@ -1,7 +1,5 @@
 """A teacher over gRPC: its columns, its description, what it refuses, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shutil

@@ -1,7 +1,5 @@
 """A real server and a tiny random model for the trainer's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

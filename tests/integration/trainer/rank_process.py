@@ -3,8 +3,6 @@
 Usage, in the repository root: python -m tests.integration.trainer.rank_process SCENE ARGUMENT...
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -59,6 +57,7 @@ from ...kit.made_batches import (
     with_kept_sets,
     with_teacher,
 )
+from ...kit.records import policy_record
 
 STEPS = 3
 VERSIONS = {v: v for v in range(8)}
@@ -200,7 +199,7 @@ BATCH = batch_of(
 def ranks_of(config: RunConfig) -> RankCoordinator:
     ranks = build_ranks(config, open_checkpoints(config))
     if ranks.world.leads:
-        ranks.catalog.update([PolicyRecord(policy_version=0, train_step=0, path="0", manifest_digest="")])
+        ranks.catalog.update([policy_record(0)])
     return ranks
 
 
@@ -277,8 +276,7 @@ class LivelyCatalog(PolicyCatalog):
 
     def snapshot(self) -> tuple[tuple[PolicyRecord, ...], Mapping[int, int]]:
         found = super().snapshot()
-        step = len(found[0])
-        self.update([PolicyRecord(policy_version=step, train_step=step, path="", manifest_digest="")])
+        self.update([policy_record(len(found[0]))])
         return found
 
 

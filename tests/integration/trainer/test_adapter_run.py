@@ -1,7 +1,5 @@
 """A run with an adapter: a full base, adapters above it, and the same versions wherever the trainer is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from dataclasses import replace

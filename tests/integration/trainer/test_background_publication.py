@@ -1,7 +1,5 @@
 """One publication in flight while the next step trains: in order, and safe wherever the trainer is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 

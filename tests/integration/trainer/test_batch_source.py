@@ -1,7 +1,5 @@
 """The moment between the claim of a batch and its file, and the prompt history in that file."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 from rollmesh.trainer.service.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.trainer_progress import Progress
 from rollmesh.trainer.service.training_session import TrainingSession
-from rollmesh.types import Group, OutcomeKind, RewardOutcome, Segment
+from rollmesh.types import Group, OutcomeKind, RewardOutcome
 
 from ...kit.checkpoint_samples import step_settings, write_batch
 from .trainer_run import GROUPS, MEMBERS, VOCABULARY, Runs, TrainerRun
@@ -103,10 +101,10 @@ def _settings(train_step: int) -> StepSettings:
 
 
 def _with_other_tokens(group: Group) -> Group:
-    def other(segment: Segment) -> Segment:
-        return replace(segment, token_ids=(segment.token_ids + 1) % VOCABULARY)
-
-    members = (replace(t, segments=tuple(other(s) for s in t.segments)) for t in group.trajectories)
+    members = []
+    for trajectory in group.trajectories:
+        other = (replace(s, token_ids=(s.token_ids + 1) % VOCABULARY) for s in trajectory.segments)
+        members.append(replace(trajectory, segments=tuple(other)))
     return replace(group, trajectories=tuple(members))
 
 

@@ -1,7 +1,5 @@
 """Two processes with FSDP2 compute what one process computes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

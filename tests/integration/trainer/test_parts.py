@@ -1,7 +1,5 @@
 """Gradients before the cut, and groups of earlier batches: the same training and the same draw, after a kill too."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Faults while a publication is in flight: another trainer, an empty Redis, a rollback."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 

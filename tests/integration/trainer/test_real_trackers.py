@@ -1,7 +1,5 @@
 """The real TensorBoard, and the real Weights & Biases client offline: what they write down."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """A trainer of two pods of which one is deleted: torchrun's real processes, one node per pod, on loopback addresses."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -16,6 +14,7 @@ import psutil
 import pytest
 
 from ...kit.ledger import read_ledger
+from ...kit.waiting import until
 from .trainer_run import START_SECONDS, Runs
 
 pytestmark = pytest.mark.long
@@ -68,10 +67,7 @@ class Pods:
         return self.log_file(pod).read_text()
 
     def wait_for(self, pod: int, text: str, times: int = 1) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while self.log(pod).count(text) < times:
-            assert time.monotonic() < deadline, self.log(pod)
-            time.sleep(0.05)
+        until(lambda: self.log(pod).count(text) >= times, lambda: self.log(pod), START_SECONDS)
 
     def kill(self) -> None:
         for process in self.processes:

@@ -1,7 +1,5 @@
 """What a run continues with on purpose: older policies, other settings; what is pruned; and when it is over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

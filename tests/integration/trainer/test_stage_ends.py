@@ -1,13 +1,12 @@
 """The paper's old logprobs: unfinished trajectories are scored at the end of each stage, before the weights change."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from rollmesh.store import Append, Finish, TokenDigest
 from rollmesh.types import FinishReason, Segment
 
+from ...kit.records import policy_tokens
 from .trainer_run import GROUPS, MEMBERS, VOCABULARY, Runs, TrainerRun
 
 pytestmark = pytest.mark.slow
@@ -100,9 +99,5 @@ def _before(trajectory_id: str, version: int) -> TokenDigest:
 
 def _segment(trajectory_id: str, version: int) -> Segment:
     noise = np.random.default_rng([version, *trajectory_id.encode()])
-    return Segment(
-        token_ids=noise.integers(0, VOCABULARY, TOKENS).astype(np.int32),
-        behavior_logprobs=np.full(TOKENS, -3.4, np.float32),
-        policy_version=version,
-        kv_min_version=version,
-    )
+    ids = noise.integers(0, VOCABULARY, TOKENS).astype(np.int32)
+    return policy_tokens(ids, version, behavior_logprobs=np.full(TOKENS, -3.4, np.float32))

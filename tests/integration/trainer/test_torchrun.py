@@ -1,7 +1,5 @@
 """torchrun for the ranks of a trainer: the death of its launcher, and signals to it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The trainer as a process: what it leaves behind when nothing goes wrong, and when it is asked to stop."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Two ranks: one claims and commits, both train, the loss of one costs time only; exit statuses say what helps."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,18 +11,18 @@ import httpx
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.numpy import load
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
-from rollmesh.config import load_run_config, write_run_config
+from rollmesh.config import write_run_config
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import child_environment, service_spec
 from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, EXIT_UNFINISHED
 
 from ...kit.made_batches import write_random_model
+from ...kit.run_files import write_run
 from .rank_process import BUDGET, OTHER_BUDGET, first_moments, ranks_of, train
 from .test_kills import assert_every_batch_counts_once
 from .trainer_run import START_SECONDS, Runs, TrainerRun
@@ -182,19 +180,16 @@ def test_a_rank_with_another_run_file_trains_the_step_of_rank_0(tmp_path: Path, 
     model, out = tmp_path / "model", tmp_path / "out"
     write_random_model(model)
     out.mkdir()
-    run_file = tmp_path / "run.yaml"
     run = {
-        "name": "ranks",
-        "folder": str(tmp_path / "run"),
         "model": {"path": str(model)},
         "data": {"max_prompt_tokens": 16},
         "rollout": {"max_new_tokens": 64},
         "generator": {"max_context_tokens": 128},
         "trainer": {"learning_rate": 0.01, "device": "cpu", "tokens_per_microbatch": BUDGET},
     }
-    run_file.write_text(yaml.safe_dump(run))
-    run_two_ranks("read_other_settings", run_file, out, change, str(groups_ahead))
-    alone = ranks_of(load_run_config(run_file, environ={}))
+    config = write_run(tmp_path / "run", run, {})
+    run_two_ranks("read_other_settings", tmp_path / "run" / "run.yaml", out, change, str(groups_ahead))
+    alone = ranks_of(config)
     whole = train(alone)
     report = json.loads((out / "report.json").read_text())
     assert report["groups_before_cut"] == groups_ahead

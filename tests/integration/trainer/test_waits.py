@@ -1,7 +1,5 @@
 """A full disk and an unreachable store: the trainer waits, says for what, and continues afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

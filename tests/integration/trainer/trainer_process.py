@@ -7,8 +7,6 @@ checkpoint store that the start and the training loop use fails once), ``full ma
 mark of each announced policy) or ``slow parts``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

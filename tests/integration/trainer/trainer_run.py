@@ -1,7 +1,5 @@
 """A run whose rollouts are made by hand: a real server, a real trainer process, and batches that never change."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -16,18 +14,19 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import yaml
 
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config import RunConfig
 from rollmesh.errors import Conflict, RollmeshError
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.scheduling import run_limits
 from rollmesh.segments import slice_segment
 from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectoryStore
-from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment
+from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome
 
+from ...kit.records import policy_tokens
+from ...kit.run_files import write_run
 from ...kit.waiting import reached
 from ...kit.warm import TRAINER, WarmProcess, template
 from .two_ranks import WORLD, TwoRanks
@@ -43,28 +42,18 @@ START_SECONDS = 240.0
 def write_tiny_model(folder: Path) -> None:
     """A random Qwen2 with 5,000 parameters."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
+
+    from ...kit.models import tiny_qwen2
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-    )
+    config = tiny_qwen2(VOCABULARY, hidden_size=16, intermediate_size=32, max_position_embeddings=256)
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def write_run_file(folder: Path, model: Path, server: EmbeddedServer, /, **sections: dict[str, Any]) -> RunConfig:
     """The run file of ``folder``; keyword arguments replace values of its sections."""
-    folder.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {
-        "name": folder.name,
-        "folder": str(folder),
         "model": {"path": str(model)},
         "data": {"max_prompt_tokens": 16},
         "rollout": {"max_new_tokens": 64},
@@ -73,10 +62,7 @@ def write_run_file(folder: Path, model: Path, server: EmbeddedServer, /, **secti
         "checkpoints": {"keep_last": 50, "secret": SECRET},
         "store": {"url": server.url, "heartbeat_seconds": 0.2, "session_ttl_seconds": 1.0},
     }
-    for section, values in sections.items():
-        data[section] = data[section] | values
-    (folder / "run.yaml").write_text(yaml.safe_dump(data))
-    return load_run_config(folder / "run.yaml", environ={})
+    return write_run(folder, data, sections)
 
 
 @dataclass(slots=True)
@@ -342,12 +328,9 @@ def finish_of(trajectory_id: str, policy_version: int = 0) -> Finish:
     group, member = trajectory_id.removeprefix("e0-").split(".")
     noise = np.random.default_rng([int(group), int(member)])
     count = int(noise.integers(4, 20))
-    segment = Segment(
-        token_ids=noise.integers(0, VOCABULARY, count).astype(np.int32),
-        behavior_logprobs=(-3.4 - 0.2 * noise.random(count)).astype(np.float32),
-        policy_version=policy_version,
-        kv_min_version=policy_version,
-    )
+    ids = noise.integers(0, VOCABULARY, count).astype(np.int32)
+    logprobs = (-3.4 - 0.2 * noise.random(count)).astype(np.float32)
+    segment = policy_tokens(ids, policy_version, behavior_logprobs=logprobs)
     chunks = [slice_segment(segment, 0, 2), slice_segment(segment, 2)]
     return Finish(trajectory_id=trajectory_id, token_offset=0, segments=chunks, finish_reason=FinishReason.STOP)
 

@@ -1,7 +1,5 @@
 """Running a module as the two ranks of a gang, without torchrun's own processes."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Checks Kubernetes objects by schema; runs in the environment that install.py makes.
+"""Checks Kubernetes objects by schema; runs in the environment "chart-tools".
 
 Standard input: {"versions": ["1.29", ...], "objects": [...]}. Standard output: {"checked": N, "problems": [...]}.
 
@@ -6,8 +6,6 @@ Core kinds: the published schemas of each version, unknown fields refused. Custo
 definitions, and because those overlook unknown fields, what they read must be what was written. LeaderWorkerSet and
 HTTPRoute have no package of that sort: schemas.json has what of their definitions the chart uses, written by us.
 """
-
-from __future__ import annotations
 
 import json
 import sys
