@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from rollmesh.checkpoints.policies import LATEST_LINK
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError
@@ -91,10 +94,15 @@ def _shown(logprobs: Float32Array | None) -> list[float | None] | None:
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Return the model's tokenizer; None if the model folder cannot be read: tokens are then shown as ids."""
+    """Return the model's tokenizer, or where the model is not found from here that of the newest policy.
+
+    None if neither can be read: tokens are then shown as ids.
+    """
     try:
         return Tokenizer(resolve_model(config.model.path))
     except (ConfigError, DataError) as error:
+        with suppress(DataError):
+            return Tokenizer(Path(config.checkpoints.folder or f"{config.folder}/checkpoints") / LATEST_LINK)
         get_logger("gateway").warning("tokens_without_text", message=str(error))
         return None
 

@@ -77,7 +77,7 @@ def _answers(run: RecordedRun, others: Sequence[RecordedRun]) -> dict[str, Any]:
 def _trajectories(run: RecordedRun, overview: Overview) -> dict[str, ApiModel]:
     """Return some batches with some of their trajectories; none of batches that cannot be read from here."""
     assert run.config is not None
-    config = run.config.model_copy(update={"checkpoints": run.checkpoint_section})
+    config = run.config.model_copy(update={"folder": str(run.path), "checkpoints": run.checkpoint_section})
     tokenizer, found, shown = open_tokenizer(config), dict[str, ApiModel](), list[int]()
     pieces = None if tokenizer is None else tokenizer.pieces
     try:

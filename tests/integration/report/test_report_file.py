@@ -3,11 +3,13 @@
 import base64
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rollmesh.gateway.main import PAGE
 from rollmesh.report.recorded_run import REPORT_FILE
@@ -93,6 +95,19 @@ def test_trained_trajectories_are_inside_token_by_token(audited: MadeRun) -> Non
         assert detail["train_step"] == step
         tokens = sum(len(run["token_ids"]) for run in detail["runs"])
         assert tokens == detail["prompt_tokens"] + detail["response_tokens"]
+
+
+def test_a_run_that_was_moved_keeps_its_trajectories_and_their_text(audited: MadeRun, tmp_path: Path) -> None:
+    moved = MadeRun(shutil.copytree(audited.folder, tmp_path / "moved", symlinks=True))
+    recorded = yaml.safe_load((moved.folder / "config.yaml").read_text(encoding="utf-8"))
+    recorded |= {"folder": str(tmp_path / "gone"), "model": {"path": "models/gone"}}
+    (moved.folder / "config.yaml").write_text(yaml.safe_dump(recorded), encoding="utf-8")
+    write_report(moved.folder)
+    answers = answers_of(moved.folder / REPORT_FILE)
+    details = [detail for path, detail in answers.items() if path.startswith("trajectories/")]
+    assert answers["batches"]["train_steps"] and details
+    for run in (run for detail in details for run in detail["runs"]):
+        assert [text.strip() for text in run["texts"]] == [f"w{i}" for i in run["token_ids"]]
 
 
 def test_text_from_the_run_cannot_inject_markup(complete: Path) -> None:
