@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -23,6 +26,7 @@ from rollmesh.report.audit_result import (
     VersionGap,
 )
 from rollmesh.report.ledger_check import Trained
+from rollmesh.runtime.capacity import this_machine
 from rollmesh.runtime.lifecycle import many_imports
 from rollmesh.types import (
     Float32Array,
@@ -49,6 +53,8 @@ LARGE_GAP = 1e-5
 Two float32 programs differ by the rounding of both; against float64, only the rounding of the engine remains.
 """
 _CACHED_BATCHES = 8
+_MOST_MODELS = 4
+"""Most versions that are in memory at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,31 +120,36 @@ def rescore(
     is called after each version.
     """
     # Consecutive versions occur in the same batches.
-    read_batch = lru_cache(maxsize=_CACHED_BATCHES)(store.read_batch)
+    cached, reading = lru_cache(maxsize=_CACHED_BATCHES)(store.read_batch), threading.Lock()
     gaps: list[VersionGap] = []
 
     def trajectories(version: int) -> Iterator[Trajectory]:
         for step in sorted(trained.pure_segments[version]):
-            for group in read_batch(step).groups:
+            with reading:
+                groups = cached(step).groups
+            for group in groups:
                 yield from group.trajectories
 
-    for version in sorted(trained.pure_segments):
+    def gap_of(version: int) -> VersionGap:
         measured, bounds, skipped = Gaps(values=np.empty(0), resolution=np.empty(0)), GAP_BOUNDS[dtype], ""
         try:
             policy = published.open(version)
             if policy is None:
                 skipped = PRUNED if published.is_prunable(version) else MISSING
             else:
-                exact = partial(_load, policy, "float64") if dtype == "float32" else None
-                scorer = _load(policy, "float32")
+                scorer = _load(policy)
+                exact = partial(_in_dtype, scorer, "float64") if dtype == "float32" else None
                 measured = gaps_of_version(scorer, version, trajectories(version), exact)
                 if dtype == "bfloat16" and measured.mean > LARGE_MEAN:
-                    rounding = own_rounding(scorer, _load(policy, dtype), version, trajectories(version))
+                    rounding = own_rounding(scorer, _in_dtype(scorer, dtype), version, trajectories(version))
                     bounds = replace(bounds, mean=min(bounds.mean, max(LARGE_MEAN, ROUNDING_FACTOR * rounding)))
         except CheckpointError as error:
             skipped = f"checkpoint refused: {error}"
         segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
-        gaps.append(_version_gap(version, train_steps.get(version), segments, tokens, measured, bounds, skipped))
+        return _version_gap(version, train_steps.get(version), segments, tokens, measured, bounds, skipped)
+
+    for found in _side_by_side(gap_of, sorted(trained.pure_segments)):
+        gaps.append(found)
         advance()
     scored = [gap for gap in gaps if not gap.skipped]
     skipped_gaps = [gap for gap in gaps if gap.skipped]
@@ -274,13 +285,38 @@ def pure_segments(trajectory: Trajectory, version: int) -> list[PureSegment]:
     return segments
 
 
-def _load(policy: VerifiedPolicy, dtype: str) -> PolicyScorer:
+def _side_by_side(gap_of: Callable[[int], VersionGap], versions: Sequence[int]) -> Iterator[VersionGap]:
+    """Yield the gaps of the versions in order, of as many at the same time as torch leaves cores idle.
+
+    Where torch has all cores, as by default, and on a GPU it is one at a time.
+    """
+    if not versions:
+        return
     with many_imports():
         import torch
 
-        from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+        importlib.import_module("rollmesh.trainer.learner.policy_scorer")
+    count = 1 if torch.cuda.is_available() else this_machine().cores // torch.get_num_threads()
+    if count <= 1:
+        yield from map(gap_of, versions)
+        return
+    pool = ThreadPoolExecutor(min(count, _MOST_MODELS), thread_name_prefix="rescore")
+    try:
+        yield from pool.map(gap_of, versions)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no further version
 
-    return PolicyScorer.from_policy(policy, dtype=getattr(torch, dtype))
+
+def _load(policy: VerifiedPolicy) -> PolicyScorer:
+    from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+
+    return PolicyScorer.from_policy(policy)
+
+
+def _in_dtype(scorer: PolicyScorer, dtype: str) -> PolicyScorer:
+    import torch
+
+    return scorer.in_dtype(getattr(torch, dtype))
 
 
 class PublishedPolicies:

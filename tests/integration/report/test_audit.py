@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rollmesh.report.ledger_check import QueueAccount, lost_groups
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.rescore import Gaps, gaps_of_version
 from rollmesh.report.sentences import audit_claims, rescoring_claim
+from rollmesh.runtime.capacity import Machine
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment
 
@@ -56,6 +58,26 @@ def test_a_sound_run_is_green_and_every_pure_segment_is_reproduced(audited: Made
     assert (result.lost, result.lost_note) == (None, "queue unreachable")
     assert read_audit(audited.folder) == result
     assert json.loads(json.dumps(dataclasses.asdict(result), allow_nan=False))["green"] is True
+
+
+def test_versions_that_are_scored_side_by_side_have_the_gaps_of_one_at_a_time(
+    audited: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[AuditResult] = []
+    for models in (1, 3):
+        threads, score = set[int](), PolicyScorer.logprobs
+
+        def logprobs(*arguments: Any, threads: set[int] = threads, score: Any = score, **options: Any) -> Any:
+            threads.add(threading.get_ident())
+            return score(*arguments, **options)
+
+        machine = Machine(cores=models * torch.get_num_threads(), available_bytes=0)
+        with monkeypatch.context() as patched:
+            patched.setattr("rollmesh.report.rescore.this_machine", lambda machine=machine: machine)
+            patched.setattr(PolicyScorer, "logprobs", logprobs)
+            results.append(audit_run(audited.folder))
+        assert (threads == {threading.get_ident()}) == (models == 1)
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(

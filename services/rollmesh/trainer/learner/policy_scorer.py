@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -65,12 +66,19 @@ class PolicyScorer:
         return cls(load_policy_model(Path(folder), dtype=dtype, device=torch_device), tokens_per_microbatch)
 
     @classmethod
-    def from_policy(cls, policy: VerifiedPolicy, *, device: str = "auto", dtype: torch.dtype = torch.float32) -> Self:
-        """Load a published policy in ``dtype``, an adapter above its base; otherwise as ``from_folder``."""
-        place = pick_device(device)
+    def from_policy(cls, policy: VerifiedPolicy, *, device: str = "auto") -> Self:
+        """Load a published policy in float32, an adapter above its base; otherwise as ``from_folder``."""
+        place, dtype = pick_device(device), torch.float32
         if policy.base is None:
             return cls(load_policy_model(policy.folder, dtype=dtype, device=place))
         return cls(load_adapted(policy.folder, ModelSource(folder=policy.base.folder), dtype=dtype, device=place))
+
+    def in_dtype(self, dtype: torch.dtype) -> Self:
+        """Return a copy with the weights in another dtype; what the model keeps in float32, it keeps."""
+        model = copy.deepcopy(self._model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return type(self)(model, self._compute.token_budget)
 
     def logprobs(
         self,

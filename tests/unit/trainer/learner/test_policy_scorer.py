@@ -114,7 +114,7 @@ def test_readers_apply_the_adapter_above_its_base(published: Published) -> None:
 
 
 def test_a_reader_in_float64_measures_the_resolution_of_an_adapter(published: Published) -> None:
-    scorer = PolicyScorer.from_policy(published.policy(), device="cpu", dtype=torch.float64)
+    scorer = PolicyScorer.from_policy(published.policy(), device="cpu").in_dtype(torch.float64)
     exact, moved = scorer.logprobs(IDS), scorer.resolution(IDS)
     assert exact[0].dtype == np.float64
     for values, trainers, bits in zip(exact, published.trainer.logprobs(IDS), moved, strict=True):
@@ -248,9 +248,14 @@ def test_the_float64_judge_computes_norms_in_float64_and_keeps_the_rotary_tables
     model = made_model(name)
     model.save_pretrained(tmp_path)
     ids = np.random.default_rng(3).integers(0, 61, 600).astype(np.int32)
-    judge = PolicyScorer.from_folder(tmp_path, device="cpu", dtype=torch.float64)
-    (scores,) = judge.logprobs([ids])
-    np.testing.assert_allclose(scores, written_out(model, ids), atol=1e-11)
+    scorer = PolicyScorer.from_folder(tmp_path, device="cpu")
+    for judge in (
+        PolicyScorer.from_folder(tmp_path, device="cpu", dtype=torch.float64),
+        scorer.in_dtype(torch.float64),
+    ):
+        (scores,) = judge.logprobs([ids])
+        np.testing.assert_allclose(scores, written_out(model, ids), atol=1e-11)
+    assert scorer.logprobs([ids])[0].dtype == np.float32, "the copy leaves its origin alone"
 
 
 def test_the_resolution_knows_that_float32_rounds_the_angles_of_late_positions(tmp_path: Path) -> None:
