@@ -35,7 +35,7 @@ from rollmesh.step_metrics import number
 Updates = Annotated[int, typer.Option(help="Train steps of each run.", min=2)]
 Folder = Annotated[Path | None, typer.Option(help="Parent of the run folders; default: in runs/.")]
 
-_OWN_NUMBERS = ("schedule.pool_size=null", "schedule.max_staleness=null")
+_OWN_NUMBERS = ("schedule.pool_size=null", "schedule.max_staleness=null", "rollout.partial_save_tokens=64")
 """Overrides with which a preset has its own numbers, not those of the demo."""
 
 EQUAL_POINTS = 5.0

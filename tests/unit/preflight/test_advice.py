@@ -270,7 +270,7 @@ def large(batch: int, group: int, pool: int, prompt: int, response: int) -> RunC
 
 def test_the_demos_queue_is_the_one_that_the_document_computes() -> None:
     found = estimate(load_run_config(recipe_file("countdown", "demo.yaml"), environ={}))
-    assert f"5 * 16 * (512 + 8 * 6,316) = {found.queue_bytes / 1e6:.1f} MB in Redis" in DOCUMENT
+    assert f"5 * 16 * (512 + 8 * 5,956) = {found.queue_bytes / 1e6:.1f} MB in Redis" in DOCUMENT
 
 
 @pytest.mark.parametrize(
