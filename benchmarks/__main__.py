@@ -1,7 +1,5 @@
 """``python -m benchmarks NAME``: run one bench; ``make bench NAME=train ARGS="--json --check"`` does the same."""
 
-from __future__ import annotations
-
 import sys
 
 from benchmarks.frame import run_command

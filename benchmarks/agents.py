@@ -9,8 +9,6 @@ larger model does. Without time in tools the service is the limit.
 Memory is that of the service's process while 10,000 sessions of one call each come and go.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import tempfile
@@ -110,7 +108,7 @@ def _cached_share(service: list[Played]) -> Measure:
     )
 
 
-async def _memory(agents: Agents, pid: int, many: int) -> Measure:
+async def _memory(agents: "Agents", pid: int, many: int) -> Measure:
     """Return the memory of the service after all sessions, beside that after the first quarter of them."""
     sizes, service = [], psutil.Process(pid)
     for step in range(_MEMORY_STEPS):

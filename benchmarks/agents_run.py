@@ -4,8 +4,6 @@ The policy is a small Qwen2 that writes the same call of a tool in every turn: e
 token that follows it, and the layers, which compute as others do, add nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Memory that tensors occupy within a call, on the CPU: by every allocation, so that no page and no cache counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile

@@ -1,7 +1,5 @@
 """Decode steps of an engine at some numbers of running calls and some contexts: the points of a decode curve."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Runs of the demo's task under every schedule, with every method, and over several seeds (``make schedules`` etc.)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ of the demo with its rewards, of 30 updates each. All accuracies are of the same
 read in windows of updates; a rise from one to the next counts beyond two standard errors.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ refilled at once; the baseline runs batches of 64, which wait for their longest 
 ``--save FILE`` also measures decode steps at two contexts and writes the curve that ``rollmesh sim`` reads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import statistics
@@ -77,7 +75,7 @@ def run(
     return measures
 
 
-def _logprob_gap(ours: _Ours, reference: HuggingFace) -> Measure:
+def _logprob_gap(ours: "_Ours", reference: "HuggingFace") -> Measure:
     """Compare logprobs of 200 tokens a prompt with those of teacher forcing."""
     prompts, gap = make_prompts(32), 0.0
     for prompt, (tokens, logprobs) in zip(prompts, ours.generate(prompts, [200] * 32), strict=True):
@@ -87,7 +85,7 @@ def _logprob_gap(ours: _Ours, reference: HuggingFace) -> Measure:
     return Measure(name="largest logprob gap to HF teacher forcing", value=gap, unit="nats", bars=bars)
 
 
-def _uniform(ours: _Ours, reference: HuggingFace, size: int, repeats: int) -> Measure:
+def _uniform(ours: "_Ours", reference: "HuggingFace", size: int, repeats: int) -> Measure:
     prompts, tokens = make_prompts(size), size * NEW_TOKENS
     seeds = count(2)  # new prompts each time: the engine finds what ended calls have left
     work = {
@@ -99,7 +97,7 @@ def _uniform(ours: _Ours, reference: HuggingFace, size: int, repeats: int) -> Me
     return compared(name, rate["ours"], "tokens/cpu-s", "HF generate, static cache", rate["theirs"], bars)
 
 
-def _mixed(ours: _Ours, reference: HuggingFace, lengths: Sequence[int], repeats: int) -> Measure:
+def _mixed(ours: "_Ours", reference: "HuggingFace", lengths: Sequence[int], repeats: int) -> Measure:
     prompts = make_prompts(len(lengths))
 
     def batches() -> None:

@@ -4,8 +4,6 @@ CPU seconds of the steps after the first, in pairs: a process of TRL (``trl_trai
 counts. TRL pads a batch to its longest row; what packs without padding there needs FlashAttention.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

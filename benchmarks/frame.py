@@ -1,7 +1,5 @@
 """Frame of every bench: figures beside their baselines, the bars that they must reach, and the command around them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import statistics
@@ -36,7 +34,7 @@ class Bar:
         """Return text like ``ratio >= 2.5``."""
         return f"{self.figure} {self.direction} {self.limit:,g}"
 
-    def reached_by(self, measure: Measure) -> bool:
+    def reached_by(self, measure: "Measure") -> bool:
         """Return True if the figure is known and on the required side."""
         found = getattr(measure, self.figure)
         if found is None:

@@ -6,8 +6,6 @@ turns, update by update. A rate counts the smaller of trained and generated toke
 from the warm-up do not count.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tempfile

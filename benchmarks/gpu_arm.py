@@ -5,8 +5,6 @@ of a mesh. ``sync`` opens one batch of groups per update and waits for all of th
 calls in progress, takes the first complete groups, interrupts the rest and continues it first after the update.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time
@@ -49,7 +47,7 @@ class Workload:
         """Number of trajectories of a batch."""
         return self.groups_per_batch * self.group_size
 
-    def group(self, number: int) -> list[Member]:
+    def group(self, number: int) -> "list[Member]":
         """Return the trajectories of one group, without tokens."""
         rng = np.random.default_rng((0, number))
         ids = random_ids(rng, self.vocab_size, self.prompt_tokens)

@@ -4,8 +4,6 @@ CPU seconds with one thread, in turn, median; memory by the allocations of tenso
 ``log_softmax`` with its own gradient, checkpointed in chunks of as many logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Models of benches: random ones of a given shape, and the policies that a trainer publishes of a model."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

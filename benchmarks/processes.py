@@ -1,7 +1,5 @@
 """Processes that benches start: Redis, and the commands of rollmesh."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

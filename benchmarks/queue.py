@@ -7,8 +7,6 @@ bare loop is XADD / XREADGROUP / XACK with the same number of entries per call. 
 Then the CPU of an operation for increasing numbers of resident trajectories, which alternate too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Real run that a simulation is compared with: its processes, its counters while it trains, and its records."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -15,8 +15,6 @@ Before each version the files of the one before are copied twice: once flushed t
 once as a generator reads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

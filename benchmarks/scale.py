@@ -5,8 +5,6 @@ and contract in separate processes, over token streams of a steady rate per call
 generators only renew their records. Batches are claimed, checked and acknowledged without training.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from dataclasses import replace

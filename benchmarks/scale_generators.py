@@ -3,8 +3,6 @@
 They always run this build, even if the other processes run another one, so that two builds have the same load.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import secrets

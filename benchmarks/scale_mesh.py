@@ -1,7 +1,5 @@
 """One level of the scale bench: a whole mesh of processes with a given number of rollouts in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

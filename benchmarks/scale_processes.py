@@ -4,8 +4,6 @@ The probe writes a line per second: the lag of the event loop, and the durations
 ``python -m benchmarks.scale_processes OPTIONS``, with the services of the build on the process's path.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -134,7 +132,7 @@ def _time_the_leader(samples: Samples) -> None:
     vars(leader)["decide"] = timed_decide
 
 
-async def _consume(config: RunConfig, answers: Answers, ledger: Path, shutdown: Shutdown) -> None:
+async def _consume(config: RunConfig, answers: "Answers", ledger: Path, shutdown: Shutdown) -> None:
     """Act as a trainer without training: claim, check and acknowledge every batch, and announce a version."""
     async with await TrajectoryStore.connect(config.store, config.name) as store:
         await store.limits.init_run(run_limits(config))
@@ -155,7 +153,7 @@ async def _consume(config: RunConfig, answers: Answers, ledger: Path, shutdown: 
                 step += 1
 
 
-async def _checked(batch: Batch, answers: Answers, taught: bool) -> list[tuple[str, list[str], int]]:
+async def _checked(batch: Batch, answers: "Answers", taught: bool) -> list[tuple[str, list[str], int]]:
     """Return group id, trajectory ids, and the number of trajectories with other tokens, or other scores."""
     rows = []
     for group in batch.groups:

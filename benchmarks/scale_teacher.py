@@ -1,7 +1,5 @@
 """Emulated teacher of the scale bench: the real service and contract over an engine without a model."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

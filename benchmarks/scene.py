@@ -1,7 +1,5 @@
 """Run with a generator process and no trainer, for benches of serving and reload; the bench publishes the policies."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -14,8 +14,6 @@ compared with the time in which the bare server pauses, updates its weights from
 under 16 running requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -5,8 +5,6 @@ Each case has two bounds of the ratio: by tokens in the passes, and by multiplic
 They are those of a machine whose rate does not depend on the size of what it computes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ A rate counts from the end of the first train step to the end of the last but on
 of runs are left out.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

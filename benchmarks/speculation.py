@@ -1,7 +1,5 @@
 """Speculation of the torch engine beside plain decoding of the same calls, with the demo's model and prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence
@@ -75,7 +73,7 @@ def _load(runner: asyncio.Runner, size: int, calls: int, repeats: int, *, quick:
             engine.close()
 
 
-def _again(engine: _Engine, groups: Sequence[Sequence[Int32Array]], size: int) -> Callable[[], object]:
+def _again(engine: "_Engine", groups: Sequence[Sequence[Int32Array]], size: int) -> Callable[[], object]:
     numbers = count()
     return lambda: engine.play(groups[next(numbers)], "s", size)
 

@@ -6,8 +6,6 @@ the report). The baselines are forward, the same loss, backward and update, with
 rows train on and score trajectories of 2,500 to 3,500 tokens, each above the token budget of a micro-batch.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

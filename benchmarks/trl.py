@@ -5,8 +5,6 @@ script of a user (``trl_training.py``) in an environment of its own (``python -m
 its first update. It samples with transformers, in turn with the updates. The baseline is the fastest of its settings.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ the end of the step. Else it is GRPO on the demo's task with the settings of ``r
 own log; under torchrun each process has its share of the batch. Float32, AdamW.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Calls, groups and trajectories that several benches make."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@
 Extras that name further extras of rollmesh are expanded. ``core`` are the dependencies without any extra.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

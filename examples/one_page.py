@@ -3,8 +3,6 @@
 python examples/one_page.py [STEPS]
 """
 
-from __future__ import annotations
-
 import sys
 
 from rollmesh.api import Group, Prompt, Sampler, Tokenizer, build_verifier, load_learner, score, train

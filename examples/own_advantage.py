@@ -6,8 +6,6 @@ trainer:
     advantage_options: {least: 2}
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rollmesh.algorithms.advantages import TrajectoryColumns

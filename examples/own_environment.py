@@ -9,8 +9,6 @@ rollout:
   max_turns: 7
 """
 
-from __future__ import annotations
-
 import re
 
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply

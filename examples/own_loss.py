@@ -6,8 +6,6 @@ trainer:
     loss_options: {cap: 2.0}
 """
 
-from __future__ import annotations
-
 import torch
 
 from rollmesh.algorithms.losses import ClipReason, LossInput, LossOptions, TokenLoss

@@ -7,8 +7,6 @@ trainer:
   algorithm: {advantage: dr_grpo}
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rollmesh.curriculum.planners import Round

@@ -5,8 +5,6 @@ curriculum:
   sampler_options: {steps: 200}
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from rollmesh.curriculum.prompt_tables import Draw, History, PromptTable

@@ -5,8 +5,6 @@ reward:
   options: {longest: 200}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """values.schema.json: types from the defaults, closed everywhere, with the rules that a default cannot show."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

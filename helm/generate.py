@@ -6,8 +6,6 @@
 Every value has a comment above it that begins with its name; the schema allows no other keys.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Command of this package: ``python -m benchmarks.published speed-ups``, or ``pools docs``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

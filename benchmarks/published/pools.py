@@ -1,7 +1,5 @@
 """Generator of ``docs/simulated-pools.md``: simulated pools and switches of ``copris``, the median of three seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -198,7 +196,8 @@ def _table(title: str, rows: Mapping[str, Sequence[Figures]], plain: str | None 
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     base = _speed(rows[plain]) if plain else 0.0
     for name, seeds in rows.items():
-        cells = [name, _range([f.trained_tokens_per_second for f in seeds])]
+        rates = [f.trained_tokens_per_second for f in seeds]
+        cells = [name, f"{median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"]
         cells += [f"{_speed(seeds) / base - 1:+.1%}"] if plain else []
         cells += [
             f"{median(f.off_policy_token_share for f in seeds):.0%}",
@@ -213,7 +212,3 @@ def _table(title: str, rows: Mapping[str, Sequence[Figures]], plain: str | None 
 
 def _speed(seeds: Sequence[Figures]) -> float:
     return median(f.trained_tokens_per_second for f in seeds)
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"

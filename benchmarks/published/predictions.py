@@ -6,8 +6,6 @@ the same kind of model: that of a reasoning model knows longer responses than an
 cap; that of a base model ends at half of its own cap, and is scaled by the row's cap over its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

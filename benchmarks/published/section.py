@@ -1,7 +1,5 @@
 """Section of docs/simulator-published.md that compares the simulator with published speed-ups; `make sim-fidelity`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from textwrap import fill

@@ -4,8 +4,6 @@
 same constants in every row. A row without a set-up is listed with what is missing, and not predicted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum

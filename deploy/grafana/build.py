@@ -3,8 +3,6 @@
 With ``--check`` nothing is written; exit status 1 names the files that are not what this code makes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Frame of every dashboard: variables, annotations, links to the others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

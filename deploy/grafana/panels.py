@@ -1,7 +1,5 @@
 """Panels of the dashboards: a title, a description, a unit, and queries with their legends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

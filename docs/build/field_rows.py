@@ -1,7 +1,5 @@
 """Rows of a table of fields, from the JSON Schema of a section."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

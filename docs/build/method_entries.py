@@ -1,7 +1,5 @@
 """Entries of the reference pages about methods of the curriculum and the trainer."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Write docs/metrics.md, every metric of every service as exported at startup: ``python -m docs.build.metrics``."""
 
-from __future__ import annotations
-
 from prometheus_client import Metric
 
 from docs.build.page_text import templates, write_pages

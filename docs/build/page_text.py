@@ -1,7 +1,5 @@
 """What all generated pages share: their folder, their templates, and the filters of a template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import fill
 

@@ -1,7 +1,5 @@
 """Picture of a run as SVG: a row per trajectory, coloured by the policy version of each token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 

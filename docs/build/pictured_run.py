@@ -4,8 +4,6 @@ In one tick the leader decides, every leased trajectory gets one token of the ne
 tick of work. A generator loads a policy at once, and a score takes no time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from rollmesh.mesh import RunLimits

@@ -1,7 +1,5 @@
 """Plug-in points of the curriculum and the trainer: their fields, own examples, and the source text of a contract."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator, Mapping

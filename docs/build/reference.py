@@ -1,7 +1,5 @@
 """Write docs/reference from the run file's sections, registries and protocols: ``python -m docs.build.reference``."""
 
-from __future__ import annotations
-
 from docs.build.field_rows import field_tables, prose
 from docs.build.method_entries import method_entries
 from docs.build.page_text import DOCS, templates, write_pages

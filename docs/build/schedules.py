@@ -3,8 +3,6 @@
 A picture is a run on the model of the queue (``pictured_run``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from docs.build.page_text import templates, write_pages

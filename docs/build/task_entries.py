@@ -1,13 +1,12 @@
 """Entries of the reference pages about verifiers, prompt sources and environments."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from docs.build.field_rows import REQUIRED, FieldRow, field_tables, prose
 from docs.build.method_entries import as_yaml
@@ -164,9 +163,15 @@ def _options(made: Any) -> Iterator[Option]:
         required = parameter.default is inspect.Parameter.empty
         yield Option(
             name=parameter.name,
-            type=str(parameter.annotation).replace("|", "\\|"),
+            type=_type_text(parameter.annotation).replace("|", "\\|"),
             default=REQUIRED if required else f"`{json.dumps(parameter.default)}`",
         )
+
+
+def _type_text(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(map(_type_text, get_args(annotation)))
+    return re.sub(r"collections\.abc\.|typing\.", "", inspect.formatannotation(annotation)).replace("NoneType", "None")
 
 
 def _about_options(made: Any) -> str:

@@ -1,7 +1,5 @@
 """Examples of the built-in verifiers: options, an answer, and its reward. A test scores them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType

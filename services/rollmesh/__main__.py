@@ -3,8 +3,6 @@
 The imports take a second or more. Ctrl-C during them ends the process at once, without a traceback.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

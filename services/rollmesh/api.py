@@ -5,8 +5,6 @@
 All of it is the code of the mesh, so a method behaves as in a run. ``docs/library.md`` has examples.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence

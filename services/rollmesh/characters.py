@@ -1,7 +1,5 @@
 """Half of a surrogate pair: JSON and YAML can escape one, but it is no character, and no text with one is encoded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 It also finds the answers in the text of a whole conversation, for training on them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress

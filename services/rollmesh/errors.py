@@ -1,7 +1,5 @@
 """Errors of rollmesh. Messages name the field or the key, the value and the remedy."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -1,7 +1,5 @@
 """Writes whose errors name the file: a write to an open file that fails, as on a full disk, names none."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Facts about a group whose members have all ended, as planners and group shapers read them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Sets of tokens kept by truncated sampling: parts, joins, checks and their compressed form."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Sequence
 

@@ -4,8 +4,6 @@ Decisions are level-triggered: they depend on one consistent view, not on a hist
 needs no replay, and a crash at any moment loses nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """Prompt history: what the groups of a prompt have shown so far."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

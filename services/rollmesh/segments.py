@@ -1,7 +1,5 @@
 """Slicing of segments, joining of chunks of one policy version, and groups of given tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby

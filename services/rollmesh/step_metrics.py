@@ -5,8 +5,6 @@ line's ``mesh``) and one row here. The row puts it into the trainer's ``/metrics
 curves of the page and the summaries in the queue (``curve``), and the series of the report.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import deque

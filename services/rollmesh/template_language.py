@@ -1,7 +1,5 @@
 """Language of chat templates: jinja as transformers compiles it, in a sandbox, with the tag of answers."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Tokenizer and chat template of a Hugging Face folder, without transformers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

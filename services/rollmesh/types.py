@@ -4,8 +4,6 @@ They carry data within a process; messages between processes are protobuf (``wir
 (``config/``). Arrays are numpy, one-dimensional and never mutated after construction.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

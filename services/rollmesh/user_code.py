@@ -1,7 +1,5 @@
 """Binder of a user's code, which a run file names as ``module:attribute``: found, its signature and results checked."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """The agents service: the OpenAI-compatible API and the sessions of outside agents."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import Query, curve, per_minute, per_second, quantile, rate, share, total
 

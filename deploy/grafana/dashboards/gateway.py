@@ -1,7 +1,5 @@
 """The gateway: page, REST API and operator actions."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import RUN, Query, by_run, curve, mean, per_second, total
 

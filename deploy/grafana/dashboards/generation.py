@@ -1,7 +1,5 @@
 """Use of the generators' slots, and endings of rollouts."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import (
     ORANGE,

@@ -1,7 +1,5 @@
 """Processes, Redis, sessions and heartbeats."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import (
     ORANGE,

@@ -1,7 +1,5 @@
 """Health, progress and bottleneck of the run."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import GREEN, ONE_OR_MORE, ORANGE, RED, RUN, Query, by_run, curve, gauge, number, per_second, rule, share
 

@@ -1,7 +1,5 @@
 """Contents and age of the trajectory queue, and trajectories that leave it untrained."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import (
     GREEN,

@@ -1,7 +1,5 @@
 """Scoring of answers: outcomes, time, load of the verifiers."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import (
     GREEN,

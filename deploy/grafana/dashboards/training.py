@@ -1,7 +1,5 @@
 """Learning of the policy, the staleness of its data, and the parts of a train step."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import ORANGE, RED, Query, above, curve, density, gauge, per_minute, per_second, rate, rule, share
 

@@ -1,7 +1,5 @@
 """Path of new policies from the trainer into the engines."""
 
-from __future__ import annotations
-
 from frame import Page
 from panels import (
     GREEN,

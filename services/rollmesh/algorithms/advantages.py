@@ -4,8 +4,6 @@ Symbols: ``R_i`` shaped reward of trajectory i, ``g`` its group, ``n_g`` members
 trajectory i that a policy wrote, ``s_i`` its mean log-probability per token. A group of one gets 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ re-weighting the other tokens. A token's own weight depends on its trajectory on
 add up before the sum is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 

@@ -4,8 +4,6 @@ Symbols: ``r = pi / pi_old``, ``A`` advantage, ``mu`` behavior policy, ``sg`` st
 bounds. Every loss is a function of ``LossInput``, ``LossOptions`` and its own options as keywords.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum

@@ -5,8 +5,6 @@ to another version's KV cache has no exact policy, and no recomputation reproduc
 back for such tokens, counted by reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal

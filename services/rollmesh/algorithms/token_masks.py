@@ -3,8 +3,6 @@
 The denominators always count the original tokens. ``c = log(pi_old / mu)`` is the correction of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

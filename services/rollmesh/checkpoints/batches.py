@@ -7,8 +7,6 @@ the ids, the prompt cursor, and the length and digest of the frames: a torn file
 name only when it is complete (by a link on disk, by one put in an object store), and never replaces a sound file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -9,8 +9,6 @@ state       every file, then COMMITTED
 restart     the listing of the bucket decides. Local files that were not uploaded are ignored and written again
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -270,7 +268,7 @@ class BucketStore(CheckpointStore):
                     sound.append(CommittedState(folder=confined(self.root, folder), record=record))
         return JudgedStates(sound=committed.newest_first(sound), unsound=unsound)
 
-    def load_state(self, state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def load_state(self, state: CommittedState, tensors: "Mapping[str, torch.Tensor]") -> dict[str, Any]:
         """Pull the files of a state that are missing or of wrong size, and load it, which verifies them."""
         self._pull_state(state, lambda file, path: size_of(path) == file.size_bytes)
         try:

@@ -1,7 +1,5 @@
 """Comparison of the objects of a bucket with their recorded digests; a reader compares only the copy in its cache."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ store: the paths are its keys, and the root folder is the cache of one node. ``o
 block on the file system or the network; asyncio callers use a thread.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -74,7 +72,7 @@ class CheckpointStore:
         self._secret = secret
         self._base: tuple[PolicyRecord, VerifiedPolicy] | None = None
 
-    def at(self, root: Path) -> CheckpointStore:
+    def at(self, root: Path) -> "CheckpointStore":
         """Return a store with the same secret in another folder."""
         return CheckpointStore(root, self._secret)
 
@@ -262,7 +260,7 @@ class CheckpointStore:
         session: str,
         train_step: int,
         rollback_count: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: "Mapping[str, torch.Tensor]",
         extra: Mapping[str, Any],
     ) -> CommittedState:
         """Save and commit a trainer state. Every rank must call this."""
@@ -275,7 +273,7 @@ class CheckpointStore:
     def _share_state(self, state: CommittedState) -> None:
         """Make a committed state visible to every reader; in a shared folder it is."""
 
-    def load_state(self, state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def load_state(self, state: CommittedState, tensors: "Mapping[str, torch.Tensor]") -> dict[str, Any]:
         """Fill ``tensors`` in place from a committed state; return its ``extra``."""
         from rollmesh.checkpoints.states import load_state
 

@@ -4,8 +4,6 @@ A state folder ``states/<step>-<session>/`` contains one safetensors file per ra
 digest, and ``COMMITTED``, which is written last. A folder without it is not a state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Deltas: weights in a bucket as their difference to an older version, chains of them, and their upload."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence

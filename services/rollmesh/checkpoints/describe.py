@@ -1,7 +1,5 @@
 """Description of a Hugging Face or PEFT folder, read without torch or transformers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """File operations that survive a power cut: files and folder entries are flushed to the device."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -4,8 +4,6 @@ It is written last, so a folder without a complete manifest is not a policy. The
 manifest, and the manifest has the digest of every file. The HMAC ties both to the run's secret.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -137,7 +135,7 @@ class Manifest(_Closed):
         replaced = {file.path.removesuffix(".delta") for file in self.delta.files}
         return [*(file for file in self.files if file.path not in replaced), *self.delta.files]
 
-    def signed(self, secret: bytes) -> Manifest:
+    def signed(self, secret: bytes) -> "Manifest":
         """Return a copy with the HMAC filled in."""
         return self.model_copy(update={"hmac": seal(secret, self._signed_bytes())})
 
@@ -149,7 +147,7 @@ class Manifest(_Closed):
                 reason=Reason.TAMPERED,
             )
 
-    def check_compatible(self, other: Manifest) -> None:
+    def check_compatible(self, other: "Manifest") -> None:
         """Raise CheckpointError unless ``other`` has the same architecture, tokenizer and chat template."""
         if self.architecture != other.architecture:
             expected, found = self.architecture.model_dump(), other.architecture.model_dump()

@@ -3,8 +3,6 @@
 Keys are the paths of the checkpoint folder. Objects are never renamed, appended to or locked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import io

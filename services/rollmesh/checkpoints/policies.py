@@ -1,7 +1,5 @@
 """Published policies: folders with unique names, never renamed, whose manifest is written last."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -54,7 +52,7 @@ class VerifiedPolicy:
 
     folder: Path
     manifest: Manifest
-    base: VerifiedPolicy | None = None
+    base: "VerifiedPolicy | None" = None
     """Policy that an adapter is applied above; None for full weights."""
 
 
@@ -198,7 +196,7 @@ def link_latest(root: Path, record: PolicyRecord) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def found_manifests(root: Path) -> Iterator[FoundManifest]:
+def found_manifests(root: Path) -> "Iterator[FoundManifest]":
     """Yield every manifest below ``root``, and an entry for every announced folder without one."""
     for folder in session_folders(root / FOLDER):
         announced = (folder / ANNOUNCED_FILE).exists()

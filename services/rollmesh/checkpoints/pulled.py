@@ -1,7 +1,5 @@
 """Folders that the processes of a node pull from a bucket: one lock per folder, and eviction of old policies."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

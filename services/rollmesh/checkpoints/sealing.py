@@ -1,7 +1,5 @@
 """Secrets of a run: the key of its seals (HMAC-SHA256 of policies, batch files, states), the token of its HTTP APIs."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -4,8 +4,6 @@ No pickle is written or read. The safetensors storage keeps the sharding in the 
 JSON in ``COMMITTED``. A state that N ranks saved can be loaded by M ranks.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Shared arguments, help pages, error output and store access of the commands."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import importlib

@@ -1,7 +1,5 @@
 """``rollmesh config``: validate, show, schema, and the methods and schedules that a run file can name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

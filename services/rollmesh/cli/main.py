@@ -1,7 +1,5 @@
 """Entry point of the ``rollmesh`` command, with one module per family of commands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated
 

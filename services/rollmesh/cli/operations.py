@@ -1,7 +1,5 @@
 """Commands that act on a run: pin, rollback, scale, export, backup, dead-letters."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

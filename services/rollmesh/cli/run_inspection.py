@@ -1,7 +1,5 @@
 """Commands that read a run: eval, explain, audit, report, view, compare."""
 
-from __future__ import annotations
-
 import json
 import webbrowser
 from dataclasses import asdict

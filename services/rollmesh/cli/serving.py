@@ -1,7 +1,5 @@
 """One command per service, used by containers and by the launcher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

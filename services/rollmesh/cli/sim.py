@@ -1,7 +1,5 @@
 """``rollmesh sim``: simulate a run file, compare schedules, sweep a field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -123,7 +121,7 @@ def _settings(with_: Sequence[str], short: Mapping[str, str | None]) -> list[str
     return [*with_, *(f"{name}={value}" for name, value in given.items())]
 
 
-def _simulate(arms: Sequence[Arm], page: Path | None, *, check: bool, as_json: bool, with_cost: bool) -> None:
+def _simulate(arms: "Sequence[Arm]", page: Path | None, *, check: bool, as_json: bool, with_cost: bool) -> None:
     from rollmesh.sim.arms import simulate_at_cost
     from rollmesh.sim.figures import figures_tables
     from rollmesh.sim.run_timeline import RunTimeline
@@ -154,7 +152,7 @@ def _simulate(arms: Sequence[Arm], page: Path | None, *, check: bool, as_json: b
             print_line(console, f"{arm.name}: {cost.sentence()}")
 
 
-def _assumed(arms: Sequence[Arm]) -> str:
+def _assumed(arms: "Sequence[Arm]") -> str:
     """Return what all arms assume, and what single ones do in another way."""
     common = {name: value for name, value in arms[0].assumed.items() if all(a.assumed.get(name) == value for a in arms)}
     hint = "" if "calibrated_on" in common else " (--calibrate RUN_FOLDER takes the times of a run instead)"

@@ -1,7 +1,5 @@
 """``rollmesh status``: the state of a run, its queue, and what its services wait for."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """``rollmesh up``, ``demo``, ``init`` and ``sft``: training on this machine, and the files of a first run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Advantages that a run file names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

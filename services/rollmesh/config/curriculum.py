@@ -1,7 +1,5 @@
 """Curriculum section: prompts, rounds, group rewards and budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Self
 

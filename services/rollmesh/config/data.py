@@ -1,7 +1,5 @@
 """Data section: sources of prompts."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 

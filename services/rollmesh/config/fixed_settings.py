@@ -4,8 +4,6 @@ The data of the run depends on the fixed settings: after a change, the data writ
 comparable. ``rollmesh up`` compares them with those in the run folder, and the queue those of the schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 _NOT_COMPARABLE = "rewards and evaluations of one run are compared with each other"

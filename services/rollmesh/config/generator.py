@@ -3,8 +3,6 @@
 It has them because the run file is validated before any engine is imported, and ``config`` imports no engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Any, ClassVar, Literal, Self

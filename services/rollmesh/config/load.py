@@ -1,7 +1,5 @@
 """Reader of run files: YAML, then ROLLMESH_* environment variables, then ``--set a.b=c``; the last value counts."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -1,7 +1,5 @@
 """Losses and token masks that a run file names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 

@@ -1,7 +1,5 @@
 """Methods that a run file names: one row per method, whose function is imported when a run uses it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Model section: the initial policy, and the adapter that is trained above it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator

@@ -1,7 +1,5 @@
 """Old-logprob sources, update scales and draws of replayed groups that a run file names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal

@@ -1,7 +1,5 @@
 """Models and run files that ship with rollmesh: ``recipe:NAME`` in ``model.path``."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from pathlib import Path

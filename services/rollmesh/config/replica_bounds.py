@@ -1,7 +1,5 @@
 """Scalable services of a run and the bounds of their replicas."""
 
-from __future__ import annotations
-
 from rollmesh.config.run import RunConfig
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError

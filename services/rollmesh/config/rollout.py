@@ -1,7 +1,5 @@
 """Rollout, reward and evaluation sections: program and limits of a rollout, the score of its answer, evaluations."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -30,7 +28,7 @@ class AgentConfig(Section):
     dropped and counted. An evaluation whose sessions no agent takes for this time ends without a score."""
 
     @model_validator(mode="after")
-    def _opened_without_a_prompt(self) -> AgentConfig:
+    def _opened_without_a_prompt(self) -> "AgentConfig":
         if self.open_on_first_call and self.contexts != "free":
             raise ValueError(
                 f"open_on_first_call: true, but contexts={self.contexts}: a call that opens a session cannot begin "
@@ -117,7 +115,7 @@ class RolloutConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _top_k_is_kept(self) -> RolloutConfig:
+    def _top_k_is_kept(self) -> "RolloutConfig":
         if self.top_k > self.kept_tokens:
             raise ValueError(
                 f"top_k={self.top_k} is more than kept_tokens={self.kept_tokens}, the largest set of a token; lower "

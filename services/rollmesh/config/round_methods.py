@@ -1,7 +1,5 @@
 """Planners, group shapers and budgets that a run file names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The whole run file, and checks for invalid combinations of fields."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Prompt samplers that a run file names."""
 
-from __future__ import annotations
-
 import math
 from typing import Self
 

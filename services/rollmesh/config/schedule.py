@@ -1,7 +1,5 @@
 """Schedule section: admission, cut, and the effect of a new policy version on work in flight."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

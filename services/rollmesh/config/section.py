@@ -1,7 +1,5 @@
 """Base class of the config sections."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Sections of the processes: addresses, access to ports, page and APIs, local processes, logs and traces."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator

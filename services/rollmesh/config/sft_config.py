@@ -1,7 +1,5 @@
 """The run file of supervised fine-tuning (``rollmesh sft``)."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator

@@ -1,7 +1,5 @@
 """Store and checkpoints sections: the Redis server of the trajectory queue, and the storage of policies and states."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, Self

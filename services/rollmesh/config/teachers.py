@@ -1,7 +1,5 @@
 """Teachers: frozen models that score the tokens of finished trajectories, and what the policy learns from them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Literal, Self
 

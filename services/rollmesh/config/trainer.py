@@ -1,7 +1,5 @@
 """Trainer and algorithm sections."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 

@@ -4,8 +4,6 @@ PyYAML reads YAML 1.1: ``1e-7`` is text, ``12:30`` is 750, ``2024-07-26`` is a d
 forbids duplicate keys, but PyYAML keeps the last value without an error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

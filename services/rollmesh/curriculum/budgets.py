@@ -1,7 +1,5 @@
 """Budgets: tokens or turns of a trajectory by the train step under whose policy it is born."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Planners: how many rollouts a group gets, in which rounds; and the decision of the leader at the end of a round."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Mapping

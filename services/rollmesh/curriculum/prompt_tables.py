@@ -1,7 +1,5 @@
 """Inputs of a sampler: the draw, the rows of the prompts, and their history as one column per sum."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The draw is a pure function of the run's seed, the train step and the earlier ba
 before it has written the batch file draws the same groups again, and an audit can repeat the draw.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping

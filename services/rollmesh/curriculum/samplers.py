@@ -1,7 +1,5 @@
 """Prompt samplers: functions of the draw, the prompts, their history and the train step that return a row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Group shapers: the rewards of a group once all its members have ended; and the overlong penalty of one answer."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Endpoints of the REST API that act on the run, one method each."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Trained trajectories of the batch files, if this process can read the checkpoint store: rows, pages, previews."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

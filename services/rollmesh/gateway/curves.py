@@ -1,7 +1,5 @@
 """Curves of a run in bounded memory: per train step (trainer reports), version (evaluations), and poll of the mesh."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -29,7 +27,7 @@ class CurveRange:
     high: float
     count: int = 1
 
-    def merged(self, other: CurveRange) -> CurveRange:
+    def merged(self, other: "CurveRange") -> "CurveRange":
         """Return both ranges merged; ``other`` is the later one."""
         return CurveRange(
             first=self.first,

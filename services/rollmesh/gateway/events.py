@@ -3,8 +3,6 @@
 A client that reads too slowly misses events and receives a new snapshot instead.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Reads of a live run: the newest poll of the mesh, the queue and the batch files."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

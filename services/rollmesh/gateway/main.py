@@ -1,7 +1,5 @@
 """The gateway process: page and REST API on one port, and a separate admin port."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

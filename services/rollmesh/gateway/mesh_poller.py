@@ -1,7 +1,5 @@
 """Poll loop of the mesh; every request is answered from its newest result."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

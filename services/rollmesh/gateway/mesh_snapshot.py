@@ -1,7 +1,5 @@
 """Snapshot of the mesh, and the overview built from it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 

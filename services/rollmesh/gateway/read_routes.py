@@ -1,7 +1,5 @@
 """Endpoints of the REST API that show a run: declared here, and answered by ``LiveReads`` and by ``report.view``."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Memory, CPU and logs of the processes of a run, from the launcher's process tree and its log files."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Timeline of rollouts: the tokens of each policy version, poll by poll."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 

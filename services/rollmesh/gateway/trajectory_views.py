@@ -1,7 +1,5 @@
 """Single trajectories as responses of the REST API: where they are, and their tokens by source and policy version."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress

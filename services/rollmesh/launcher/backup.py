@@ -7,8 +7,6 @@ order could copy a state without its batch files. If the run is rolled back duri
 policies and batch files from after a rollback, with a state from before it, would undo the rollback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

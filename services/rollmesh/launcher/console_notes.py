@@ -1,7 +1,5 @@
 """Notes on the console: addresses of the services, what they wait for, and a run that learns nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -4,8 +4,6 @@ The file preserves the scores of the run. A queue lost with its disk, or empty a
 no scores, and the weights of most versions are pruned by then.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Evaluations: in a run, of a stopped run by ``rollmesh eval``, and beside a run with other data or settings."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

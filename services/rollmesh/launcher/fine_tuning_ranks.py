@@ -1,7 +1,5 @@
 """Fine-tuning on this machine: in this process, or in ranks below torchrun, which a signal ends after their step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

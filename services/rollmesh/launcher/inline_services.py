@@ -4,8 +4,6 @@ All services share one event loop. What blocks it, such as a breakpoint in an en
 breakpoint in a loss or a verifier stops its thread. Redis and the sandboxes of untrusted code stay separate processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

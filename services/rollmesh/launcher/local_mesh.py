@@ -1,7 +1,5 @@
 """Service processes of a run on this machine, and waits on them with progress, deadlines and cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence

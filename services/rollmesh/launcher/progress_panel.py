@@ -1,7 +1,5 @@
 """Console progress of a run: a live panel on a terminal, one line every few seconds or per train step elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Mapping
@@ -52,7 +50,7 @@ class RunProgress:
         panel = live and console.is_terminal
         self._live = Live(console=console, refresh_per_second=4, transient=True) if panel else None
 
-    def __enter__(self) -> RunProgress:
+    def __enter__(self) -> "RunProgress":
         if self._live is not None:
             self._live.start()
         return self

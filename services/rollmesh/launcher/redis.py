@@ -1,7 +1,5 @@
 """Store of a run on this machine: the server that the run file names, or a supervised embedded server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -17,8 +17,6 @@ report.html audit.json
 untrained-N/        files of a start with other settings that cut no batch
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A run on this machine from its start to its report: initial evaluation, training, final evaluation, audit."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

@@ -6,8 +6,6 @@ surplus    stop one at a time per service, highest index first: SIGTERM, drain, 
            replicas continue their rollouts
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -5,8 +5,6 @@ delay before a restart do not count: on a slow machine a start takes minutes, an
 would stay below any limit per wall-clock time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Recorder of ``timeline.jsonl``: one sample of the whole mesh about every second."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

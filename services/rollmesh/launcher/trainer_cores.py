@@ -6,8 +6,6 @@ The choice is kept in the run folder, so that a run that continues on as many co
 ranks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

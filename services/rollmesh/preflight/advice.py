@@ -1,7 +1,5 @@
 """Advice on a valid run file: the estimate of its resources, and hints for values that are unlikely to be meant."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

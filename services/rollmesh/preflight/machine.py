@@ -1,7 +1,5 @@
 """Checks of this machine against a run file: packages, devices, memory for the caches, folders, ports, Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

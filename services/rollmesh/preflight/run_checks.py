@@ -1,7 +1,5 @@
 """The checks of a run file in their order: schedule, model, machine, data, trial of the plug-ins."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

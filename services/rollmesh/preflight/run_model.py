@@ -1,7 +1,5 @@
 """The model of a run: its folder, config and tokenizer, each read once for all checks, and the memory that it needs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,7 +67,7 @@ class RunModel:
                 f"generator.max_context_tokens={context} is more than the model's max_position_embeddings={positions}"
             )
 
-    def memory(self) -> ModelMemory:
+    def memory(self) -> "ModelMemory":
         """Compute the memory from the headers of the weights and the sizes of the run file.
 
         Raises ConfigError for a target of the adapter that no layer has.

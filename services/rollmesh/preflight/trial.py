@@ -4,8 +4,6 @@ User code may hang, exit or take gigabytes, so it runs in a process of its own, 
 RUN_FILE RESULT``, with the secrets in the environment, which writes its error and its hints to the file RESULT.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

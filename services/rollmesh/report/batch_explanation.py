@@ -5,8 +5,6 @@ checkpoint store. Training used other numbers where it had recorded data that is
 weights; the notes list these cases.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -67,7 +65,7 @@ class ExplainedTrajectory(NamedTuple):
     trajectory: Trajectory
     prompt: str
     response: str
-    tokens: tuple[TokenExplanation, ...]
+    tokens: "tuple[TokenExplanation, ...]"
     texts: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
@@ -107,7 +105,7 @@ def explain_batch(
     trajectory_id: str | None = None,
     limit: int = 1,
     as_json: bool = False,
-    console: Console,
+    console: "Console",
 ) -> None:
     """Print the explanation of one trajectory of a batch, or of the first ``limit``.
 
@@ -171,7 +169,7 @@ def explained_batch(
     )
 
 
-def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
+def print_explanation(explained: ExplainedTrajectory, console: "Console") -> None:
     """Print one trajectory as a table with one row per token."""
     from rich.table import Table
     from rich.text import Text
@@ -205,7 +203,7 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
         console.print(Text("no token of this trajectory was trained: it has no reward", style="yellow"))
 
 
-def _row(token: TokenExplanation, text: str) -> list[Any]:
+def _row(token: "TokenExplanation", text: str) -> list[Any]:
     from rich.text import Text
 
     shown = Text(text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text)
@@ -276,7 +274,7 @@ def _weights_before(store: CheckpointStore, train_step: int) -> PolicyRecord:
 
 def _explain(
     folder: RecordedRun, config: RunConfig, store: CheckpointStore, policy: VerifiedPolicy, batch: Batch
-) -> Iterator[TokenExplanation]:
+) -> "Iterator[TokenExplanation]":
     from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
     records = {record.policy_version: record for record in store.complete_policies()}

@@ -1,7 +1,5 @@
 """Comparison of runs: several seeds of one schedule, or several schedules at equal updates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +73,7 @@ def compare(folders: Mapping[str, Sequence[Path]]) -> Comparison:
     )
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
+def print_comparison(comparison: Comparison, console: "Console") -> None:
     """Print one row per run, one per label, then the differences as sentences."""
     from rich.table import Table
 

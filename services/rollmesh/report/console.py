@@ -1,7 +1,5 @@
 """Numbers and lists as text, and the console of the commands: the terminal's width, or a fixed one for pipes."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

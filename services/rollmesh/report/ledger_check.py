@@ -4,8 +4,6 @@ Nothing here reads Redis: the caller passes the groups of the queue as a ``Queue
 are not checked.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

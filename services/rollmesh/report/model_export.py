@@ -3,8 +3,6 @@
 It reads published policies and the records of the run folder, never Redis, so a run of last week can be exported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

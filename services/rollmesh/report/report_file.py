@@ -3,8 +3,6 @@
 Styles, scripts and data are inline, and nothing is fetched. The page writes text from the run as text nodes only.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import json

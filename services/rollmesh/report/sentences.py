@@ -1,7 +1,5 @@
 """Descriptions of a run as sentences and facts, and the ending of one that no launcher runs any more."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

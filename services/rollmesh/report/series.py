@@ -4,8 +4,6 @@ A missing value is NaN, never 0. After a trainer crash, a step is replayed and l
 counts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

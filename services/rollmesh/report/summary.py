@@ -1,7 +1,5 @@
 """Summary of one run, for the console, the HTML report and comparisons."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +31,7 @@ ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "cou
 """Verifiers that return 1 for a correct response and 0 otherwise; their mean is an accuracy."""
 
 
-def summarise(run_folder: Path | RecordedRun) -> RunSummary:
+def summarise(run_folder: Path | RecordedRun) -> "RunSummary":
     """Summarise a complete or partial run folder. Raises DataError for a missing folder."""
     return RunSummary(run_folder if isinstance(run_folder, RecordedRun) else RecordedRun(run_folder))
 

@@ -1,7 +1,5 @@
 """Check of the teachers' columns in the batch files, and a sample of them computed again under the teacher's model."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -152,7 +150,7 @@ def _as_sampled(trajectory: Trajectory, temperature: float) -> Trajectory:
     return replace(trajectory, segments=(segment,))
 
 
-def _top_gaps(scorer: PolicyScorer, trajectory: Trajectory, temperature: float) -> Float64Array:
+def _top_gaps(scorer: "PolicyScorer", trajectory: Trajectory, temperature: float) -> Float64Array:
     """Return the gaps of the log-probabilities of the most likely tokens, by rank: equally likely ones may swap."""
     column = trajectory.teacher
     assert column is not None

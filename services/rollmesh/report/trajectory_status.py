@@ -1,7 +1,5 @@
 """``rollmesh explain`` without a train step: place and history of a trajectory, or of the members of a group."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

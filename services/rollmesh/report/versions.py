@@ -1,7 +1,5 @@
 """Policy versions of a run: their bytes, from the manifests that are left, and their times, from the logs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ not a guarantee: no level is a security boundary. The workers of a killed templa
 that they started: the reaper finds these by uid if every worker has a separate one.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource
@@ -148,7 +146,7 @@ class IsolationLevel:
     code: SandboxLevel
 
     @staticmethod
-    def from_report(report: Mapping[str, Any]) -> IsolationLevel:
+    def from_report(report: Mapping[str, Any]) -> "IsolationLevel":
         return IsolationLevel(**{**report, "code": SandboxLevel(**report["code"])})
 
     def properties(self) -> dict[str, bool]:

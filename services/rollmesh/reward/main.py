@@ -1,7 +1,5 @@
 """The reward process: a pool of verifier processes behind gRPC, and the admin port."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import AsyncExitStack

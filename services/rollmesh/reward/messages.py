@@ -3,8 +3,6 @@
 Workers run untrusted code, so their data is never unpickled and its lengths are checked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import struct
@@ -51,7 +49,7 @@ class WorkerSpec:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> WorkerSpec:
+    def from_json(text: str) -> "WorkerSpec":
         return TypeAdapter(WorkerSpec).validate_json(text)
 
 

@@ -1,7 +1,5 @@
 """Prometheus metrics of a reward service."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 

@@ -4,8 +4,6 @@ Requests arrive as bytes, and their items are sent as bytes to the worker proces
 is large when decoded costs this process only its encoded size, even if it is rejected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -46,7 +44,7 @@ UNSCORED_ANSWER_LIMIT = 256
 class RewardService:
     """RPCs that score answers; each outcome is streamed as soon as it is available."""
 
-    def __init__(self, scoring: Scoring, most_items: int = MOST_ITEMS, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, scoring: "Scoring", most_items: int = MOST_ITEMS, most_bytes: int = MOST_BYTES) -> None:
         self._scoring = scoring
         self._most_items = most_items
         self._most_bytes = most_bytes

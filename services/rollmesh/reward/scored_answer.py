@@ -4,8 +4,6 @@ A ``RewardHandler`` does it in a confined worker process, or for a debugger in t
 ``Judge`` waits for an external reply in the service's event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Mapping

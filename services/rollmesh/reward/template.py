@@ -6,8 +6,6 @@ template sends ``exited`` for every worker that has exited. It has no threads an
 its parent.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """The template process as seen by the service: start it, spawn workers, end them, receive their exit status."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -38,7 +36,7 @@ class TemplateProcess:
         self._exits: dict[int, asyncio.Future[int]] = {}  # by pid
 
     @staticmethod
-    async def start(spec: WorkerSpec) -> TemplateProcess:
+    async def start(spec: WorkerSpec) -> "TemplateProcess":
         """Start a template and wait until its verifiers are loaded.
 
         Raises ConfigError or DataError, as reported by the template, if they cannot be loaded, TemplateLost if the

@@ -5,8 +5,6 @@ the loaded template, and affects no other answer. pebble's pool does not fit: it
 kills the worker but not the worker's children, and a new worker would load its libraries again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time
@@ -54,7 +52,7 @@ class WorkerPool:
         self._failure = ""
         """Reason that requests fail; empty while the pool works."""
 
-    async def __aenter__(self) -> WorkerPool:
+    async def __aenter__(self) -> "WorkerPool":
         """Load the verifiers and start the workers.
 
         Raises ConfigError if a verifier cannot be loaded, or if there are more workers than uids for them.
@@ -129,7 +127,7 @@ class WorkerPool:
             if worker is not None:
                 await worker.end()
 
-    async def _serve(self, job: _Job, worker: WorkerConnection) -> None:
+    async def _serve(self, job: _Job, worker: "WorkerConnection") -> None:
         self._metrics.queue_seconds.observe(time.monotonic() - job.queued_at)
         try:
             answer = await worker.request_answer(job.request, job.timeout_seconds)
@@ -145,7 +143,7 @@ class WorkerPool:
             if not job.result.done():
                 job.result.set_result(answer)
 
-    async def _usable_worker(self, slot: int, worker: WorkerConnection | None) -> WorkerConnection:
+    async def _usable_worker(self, slot: int, worker: "WorkerConnection | None") -> "WorkerConnection":
         if worker is not None:
             if not worker.closed:
                 return worker
@@ -154,7 +152,7 @@ class WorkerPool:
                 await worker.end()
         return await self._open(slot)
 
-    async def _open(self, slot: int) -> WorkerConnection:
+    async def _open(self, slot: int) -> "WorkerConnection":
         for attempt in range(1, _TEMPLATE_ATTEMPTS + 1):
             try:
                 return await WorkerConnection.open(await self._running_template(), slot)
@@ -215,7 +213,7 @@ class WorkerConnection:
         """Description of its exit, once ``end`` has completed."""
 
     @staticmethod
-    async def open(template: TemplateProcess, slot: int) -> WorkerConnection:
+    async def open(template: TemplateProcess, slot: int) -> "WorkerConnection":
         """Fork a worker and connect to it; raises TemplateLost."""
         service_end, worker_end = socket.socketpair()
         try:

@@ -1,7 +1,5 @@
 """Addresses of the servers of a process: bind address, advertised address, and a free loopback port."""
 
-from __future__ import annotations
-
 import random
 import socket
 from pathlib import Path

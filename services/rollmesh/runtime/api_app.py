@@ -1,7 +1,5 @@
 """FastAPI application of an HTTP API: routes, error bodies, token, OpenAPI document with its page, request guard."""
 
-from __future__ import annotations
-
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence

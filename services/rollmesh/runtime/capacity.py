@@ -1,7 +1,5 @@
 """Capacity check: the number of service processes that this machine, or its container, can run."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

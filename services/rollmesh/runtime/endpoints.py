@@ -3,8 +3,6 @@
 The folder ``scrape/`` contains the same for Prometheus (file_sd): ``files: [<run folder>/scrape/*.json]``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Files that another process appends to: JSON lines, and logs."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Every call has ``traceparent`` metadata (W3C) and, when a token is configured, ``authorization: Bearer ...``.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing

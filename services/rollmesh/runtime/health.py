@@ -4,8 +4,6 @@ Live: every registered loop has called ``beat`` within its deadline or is busy, 
 Ready: the service has called ``set_ready(True)``, and no wait blocks it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping

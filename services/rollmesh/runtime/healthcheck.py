@@ -3,8 +3,6 @@
 It imports only the standard library, because it starts every few seconds and shares the cores with the service.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import ssl

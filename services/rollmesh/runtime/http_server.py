@@ -1,7 +1,5 @@
 """HTTP servers: limits of time, TLS with optional client certificates, and answers to HEAD."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

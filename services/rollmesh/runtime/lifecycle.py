@@ -1,7 +1,5 @@
 """Process lifecycle: imports, one main coroutine, and a shutdown event that SIGTERM or SIGINT sets."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

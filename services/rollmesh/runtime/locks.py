@@ -1,7 +1,5 @@
 """Locks of files between processes, and the lock of a run folder with its holder."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

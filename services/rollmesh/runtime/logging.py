@@ -5,8 +5,6 @@ recorded, these lines also have the ``trace_id`` of their spans. ``policy_versio
 about, else the version that the process serves, trains or has read last.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

@@ -5,8 +5,6 @@ label. Labels are given with their values where these are known: their series ar
 is 0 before its first event.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Spans of the OpenTelemetry SDK, sent to a collector in batches (OTLP over HTTP). Requires the extra ``tracing``."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Security of the ports of one process: certificates, tokens, both or neither."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import time
@@ -26,7 +24,7 @@ class PortSecurity:
     """Certificates and tokens of one process, for all its servers and clients."""
 
     def __init__(
-        self, tls: TlsFiles | None = None, tokens: Tokens | None = None, *, open_metrics: bool = False
+        self, tls: TlsFiles | None = None, tokens: "Tokens | None" = None, *, open_metrics: bool = False
     ) -> None:
         self.tls = tls
         self.tokens = tokens

@@ -1,7 +1,5 @@
 """Errors of an HTTP API, and the middleware before its routes: host names, body sizes, headers, request metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -5,8 +5,6 @@ the mesh's authority or the bearer token. The probes stay open: a kubelet has ne
 service's health.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass

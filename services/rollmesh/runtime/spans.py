@@ -1,7 +1,5 @@
 """Trace contexts and spans, recorded or not."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re

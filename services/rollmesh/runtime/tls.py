@@ -1,7 +1,5 @@
 """Certificates of this process: read from files, verified at startup, and read again after a rotation."""
 
-from __future__ import annotations
-
 import ssl
 import time
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ Spans refer to their parent by its traceparent. They do not follow the current t
 end in another, and its parent may be in another process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
@@ -35,7 +33,7 @@ class Tracer:
 
     __slots__ = ("_ratio", "_recorder", "_run")
 
-    def __init__(self, recorder: OtelRecorder | None = None, *, run: str = "", ratio: float = 1.0) -> None:
+    def __init__(self, recorder: "OtelRecorder | None" = None, *, run: str = "", ratio: float = 1.0) -> None:
         self._recorder = recorder
         self._run = run
         self._ratio = ratio
@@ -90,7 +88,7 @@ def tracer() -> Tracer:
 
 @contextlib.asynccontextmanager
 async def recorded_traces(
-    config: TelemetryConfig, *, service: str, instance: str, run: str, recorder: OtelRecorder | None = None
+    config: TelemetryConfig, *, service: str, instance: str, run: str, recorder: "OtelRecorder | None" = None
 ) -> AsyncIterator[Tracer]:
     """Record spans of this process inside the context, and export the last ones at its end.
 

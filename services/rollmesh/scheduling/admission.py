@@ -1,7 +1,5 @@
 """Admission of groups: room in the memory and in the window, and the oldest weights for new trajectories."""
 
-from __future__ import annotations
-
 import math
 
 from rollmesh.mesh import MeshView, WaitReason

@@ -14,8 +14,6 @@ A few preemptions cost less than the calls that a smaller pool would not have ru
 and its time are part of the desired state. The pool is never larger than the fixed one of the preset.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rules between which a schedule chooses."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -1,7 +1,5 @@
 """Settings of a run file that contradict its schedule, and settings of the curriculum that contradict any."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rollmesh.config import RunConfig

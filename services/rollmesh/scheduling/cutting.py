@@ -25,8 +25,6 @@ when it begins to block. A lacking set wakes them after the time-out: a lease of
 the time again. If none of them is leased for a second time-out, the set is evicted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ They are level-triggered: ``decide`` has no memory. The leader may change at any
 twice, late or not at all; the next view still leads to the same result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ siblings correlate with 0.91 (a reasoning model near its token limit) and with 0
 Longest-first needs the first kind: below ``LEAST_CORRELATION`` its order is close to a random one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

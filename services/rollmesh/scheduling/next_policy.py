@@ -1,7 +1,5 @@
 """Policy that a generator loads next, as a pure function of what it serves and what is announced."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

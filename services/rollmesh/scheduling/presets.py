@@ -4,8 +4,6 @@ B = groups_per_batch, n = group_size (1 with harvest trajectory). The window is 
 or the run file sets window_groups. All that documents and the chart say about a preset is generated from its row.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Resolved schedule: every number and rule that ``decide`` needs, and the limits that the store enforces."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 

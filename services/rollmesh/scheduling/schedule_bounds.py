@@ -1,7 +1,5 @@
 """Bounds of a schedule: the values of the run file, or those of its preset. Raise ConfigError for a contradiction."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -47,7 +45,7 @@ class Bounds:
     on_stale: OnStale
 
     @classmethod
-    def resolve(cls, config: RunConfig) -> Bounds:
+    def resolve(cls, config: RunConfig) -> "Bounds":
         """Apply the run file to its preset. Raises ConfigError for values that contradict each other or the preset."""
         section, curriculum = config.schedule, config.curriculum
         preset, batch = PRESETS[section.preset], section.groups_per_batch

@@ -1,7 +1,5 @@
 """Chats as tokens, and which of them the assistant writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ The rows of a step, its learning rate and its dropout depend on the run file and
 therefore the complete state: a run that was killed at any moment continues from its newest state to the same weights.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The train step of supervised fine-tuning, cross-entropy of the target tokens of a batch, and its line of progress."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The trained model of a fine-tuning run: a Hugging Face folder with a model card."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows of supervised fine-tuning: token ids and targets, the order of the rows, and a batch of them as flat columns."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Arms of a comparison with all that they assume, the cost of simulating one, and the prediction for a run file."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,7 +1,5 @@
 """Settings of a simulation whose times and lengths come from the records of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

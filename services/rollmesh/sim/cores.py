@@ -6,8 +6,6 @@ process whose share falls from one level to another slows down in that proportio
 measured while generators and trainer took turns, so a slowing is relative to the share of that time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

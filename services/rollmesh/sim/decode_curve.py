@@ -5,8 +5,6 @@ measured curve has points (running calls, context tokens per call, seconds) at t
 cannot tell base from slope. ``make bench NAME=engine ARGS=--save`` and ``make bench NAME=gpu`` write such a file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Virtual time: a heap of alarms, each with one pending time that may be moved."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable
@@ -17,7 +15,7 @@ class Alarm:
 
     __slots__ = ("_clock", "action", "time")
 
-    def __init__(self, clock: EventClock, action: Callable[[], None]) -> None:
+    def __init__(self, clock: "EventClock", action: Callable[[], None]) -> None:
         self._clock = clock
         self.action = action
         self.time = math.inf

@@ -1,7 +1,5 @@
 """Failures of a simulated mesh: which they are, and when each strikes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated

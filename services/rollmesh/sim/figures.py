@@ -1,7 +1,5 @@
 """Figures of a simulated run, for the table and for JSON."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

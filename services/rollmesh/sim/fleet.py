@@ -1,7 +1,5 @@
 """Generators of a simulated mesh: calls placed by the mesh's router, policies loaded by its reload rules."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -57,7 +55,7 @@ class FleetWork:
     """Integral of running calls over the time in prefill and decode."""
     slot_seconds: float = 0.0
 
-    def since(self, before: FleetWork) -> FleetWork:
+    def since(self, before: "FleetWork") -> "FleetWork":
         """Return the work after an earlier moment."""
         return FleetWork(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
 

@@ -13,8 +13,6 @@ When the cache is full, the youngest call is preempted: it waits at the front an
 tokens again. Calls start in the order of their arrival.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

@@ -4,8 +4,6 @@ The property tests of the scheduler and ``rollmesh sim --check`` use the same ch
 the promise, the value and the bound.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

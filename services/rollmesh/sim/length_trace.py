@@ -7,8 +7,6 @@
 Trajectories with equal ``group`` answer the same prompt, and ``stream`` tells them apart.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ numbers have the correlation ``prompt_share``: z = sqrt(share) * z_prompt + sqrt
 marginal that is the usual split of the variance of ln(length) into a part between prompts and a part within them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +62,7 @@ class _Normals:
 class LengthModel:
     """Lengths of all trajectories of a run, in tokens after the prompt."""
 
-    marginal: Marginal
+    marginal: "Marginal"
     prompt_share: float
     """Share of the variance of z that lies between prompts: 0.92 and 0.06 in two public traces."""
     cap: int

@@ -1,7 +1,5 @@
 """Prompts of a simulated mesh: domains, the work of each admitted group, and the rows that samplers choose."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

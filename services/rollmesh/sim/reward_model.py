@@ -3,8 +3,6 @@
 Both are forced by name: an answer gets the same seconds and the same reward under every schedule.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass, field

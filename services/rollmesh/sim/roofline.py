@@ -11,8 +11,6 @@ GPUs and models: none is fitted to a published result. Left out: attention FLOPs
 between the devices of a tensor-parallel group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records of a real run that a simulation is calibrated on: train steps, loads of policies, generators' work."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime

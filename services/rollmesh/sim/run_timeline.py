@@ -1,7 +1,5 @@
 """Samples of the generators of a simulated run, for its page: an observer that changes no result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Generators of a simulated mesh, and the trajectories that they decode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -58,7 +56,7 @@ class SimulatedTrajectory:
     """Oldest policy version that may continue it."""
     segment_tokens: int = 0
     """Tokens of one policy version after which it rests; 0 for no rest."""
-    generator: SimulatedGenerator | None = None
+    generator: "SimulatedGenerator | None" = None
     """Generator of its call; None while it waits for one and after its end."""
     version: int = -1
     """Policy version of its newest token; -1 before the first."""

@@ -8,8 +8,6 @@ A step of r calls is then one of more tokens, computed at the cost of a step of 
 call. All calls advance at this mean: base(r) and slope(r) of a token are those of the wide step over g.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +45,7 @@ class SimulatedDrafts:
     """Chance that a draft token is accepted if those before it are, by class."""
 
     @classmethod
-    def parse(cls, text: str) -> SimulatedDrafts:
+    def parse(cls, text: str) -> "SimulatedDrafts":
         """Read ``RULE:acceptance=A`` or ``RULE:long=A,medium=A,short=A``. Raises ConfigError for anything else."""
         name, _, rest = text.partition(":")
         pairs = [item.partition("=")[::2] for item in rest.split(",")]

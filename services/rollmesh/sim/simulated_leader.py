@@ -1,7 +1,5 @@
 """Leader of a simulated mesh: the decisions of ``decide`` and of rounds, as ``rollout/`` applies them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Mesh on a virtual clock: the scheduler, the router, the reload rules and the queue model, driven by models."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Mapping

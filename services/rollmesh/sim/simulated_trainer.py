@@ -1,7 +1,5 @@
 """Trainer of a simulated mesh: its seconds, its train steps, and one batch after the other with its policy."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Workers of a simulated mesh, as one session: leases, calls, partial saves, finishes and scores."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The page of simulated arms: their figures and their running calls in one file that opens offline."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of a simulation, from a run file and from what the run file does not say: devices, lengths, times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar

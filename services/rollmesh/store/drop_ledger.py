@@ -1,7 +1,5 @@
 """Work that left the queue untrained: the ledger of dropped groups, and dead letters, which can be replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

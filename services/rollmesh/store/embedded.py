@@ -10,8 +10,6 @@ tool truncates the file after its last whole record. A folder that it cannot rep
 empty. The run continues in both cases, as after any restart of Redis that lost its last writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

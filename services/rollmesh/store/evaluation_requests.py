@@ -1,7 +1,5 @@
 """Queue of evaluation requests, separate from admission and pool, and their results by policy version."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

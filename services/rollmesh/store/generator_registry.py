@@ -1,7 +1,5 @@
 """Live generators, written with every heartbeat and read again after a change, and their leases to load a policy."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 Every call reads a bounded part of the queue, independent of its size. No read is a consistent snapshot.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Queue operations of the leader: its lease, admission, cuts, evictions, restarts, rounds, desired state, reaping."""
 
-from __future__ import annotations
-
 import secrets
 from bisect import bisect_right
 from collections.abc import Sequence

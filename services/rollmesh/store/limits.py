@@ -1,7 +1,5 @@
 """Fixed limits of a run, written once and read by every client."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from pydantic import TypeAdapter

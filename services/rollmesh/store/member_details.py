@@ -1,7 +1,5 @@
 """Facts about one trajectory, for operators: its round, its restarts and rests, both ends of its response."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Redis may come back with an earlier state. Each setting has a number that only r
 number than Redis has writes that setting again. It never writes an older one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rollmesh.config.replica_bounds import check_replicas

@@ -1,7 +1,5 @@
 """Trajectory payload at rest: protobuf encoding and decoding, inline up to 64 KB, checksums, and a cache of prompts."""
 
-from __future__ import annotations
-
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -174,7 +172,7 @@ class TokenDigest:
     ids: int = 0
     logprobs: int = 0
 
-    def extended(self, segments: Iterable[Segment]) -> TokenDigest:
+    def extended(self, segments: Iterable[Segment]) -> "TokenDigest":
         """Return the digest of these tokens followed by the tokens of ``segments``."""
         token_count, ids, logprobs = self.token_count, self.ids, self.logprobs
         for segment in segments:

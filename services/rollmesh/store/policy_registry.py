@@ -1,7 +1,5 @@
 """Published policies, pins, and operator requests to continue from an older policy."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass

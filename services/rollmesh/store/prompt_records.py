@@ -4,8 +4,6 @@ A run keeps it if RunLimits.keeps_history is true. It has at most 1,048,576 prom
 prompt has no record (``history_full_total`` in the counts).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rollmesh.prompt_history import DomainTotals, LengthPrediction, PromptOutcome, PromptRecord, domain_record

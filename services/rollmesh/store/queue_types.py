@@ -1,7 +1,5 @@
 """Arguments and results of the trajectory queue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Redis clients: plain, TLS, unix socket, or the master reported by Sentinel."""
 
-from __future__ import annotations
-
 import ssl
 from typing import Any, cast
 

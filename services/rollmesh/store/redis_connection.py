@@ -3,8 +3,6 @@
 Every script is idempotent, so a call without an answer is sent again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import time
@@ -56,7 +54,7 @@ class Connection:
     """Executor of the scripts and commands of one run; shared by every part of the store."""
 
     def __init__(
-        self, client: aioredis.Redis, run: str, retry_seconds: float = 20.0, observer: StoreCallObserver | None = None
+        self, client: aioredis.Redis, run: str, retry_seconds: float = 20.0, observer: "StoreCallObserver | None" = None
     ) -> None:
         self.client = client
         self._observer = observer
@@ -75,8 +73,8 @@ class Connection:
         run: str,
         retry_seconds: float = 20.0,
         start_seconds: float | None = None,
-        observer: StoreCallObserver | None = None,
-    ) -> Connection:
+        observer: "StoreCallObserver | None" = None,
+    ) -> "Connection":
         """Connect and check the server's version and settings.
 
         Waits for the server up to ``start_seconds``, by default ``retry_seconds``.
@@ -230,7 +228,7 @@ class Connection:
                 return False
 
     async def _retrying(
-        self, call: Callable[[], Awaitable[Reply]], label: str, observer: StoreCallObserver | None
+        self, call: Callable[[], Awaitable[Reply]], label: str, observer: "StoreCallObserver | None"
     ) -> Reply:
         start = time.monotonic()
         deadline = start + self._retry_seconds
@@ -262,7 +260,7 @@ class Connection:
             await asyncio.sleep(delay)
 
 
-async def _answer(call: Callable[[], Awaitable[Reply]], observer: StoreCallObserver | None) -> Reply:
+async def _answer(call: Callable[[], Awaitable[Reply]], observer: "StoreCallObserver | None") -> Reply:
     """Make one attempt, which shows while it is late."""
     late = observer and asyncio.get_running_loop().call_later(
         _LATE_SECONDS, observer.late, f"no answer within {_LATE_SECONDS:g} s"

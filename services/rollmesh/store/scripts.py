@@ -6,8 +6,6 @@ out of memory rejects scripts without ``allow-oom`` before their first line runs
 ``store_error`` converts the code into an exception.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

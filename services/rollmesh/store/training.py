@@ -1,7 +1,5 @@
 """Queue operations of the trainer: session, claim, batch file, trained, committed, reports, re-assertion."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import secrets

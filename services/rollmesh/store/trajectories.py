@@ -1,7 +1,5 @@
 """Queue operations of rollout workers: lease, save, finish, score, release."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """The trajectory queue of a run, one object per role over a shared connection, and how a service waits for it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Self

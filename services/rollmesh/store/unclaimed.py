@@ -1,7 +1,5 @@
 """Reads of generated trajectories without a batch, for a trainer that scores them between two stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

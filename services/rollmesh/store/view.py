@@ -1,7 +1,5 @@
 """Reads of the whole queue: the scheduler's view, sizes for operators, and the groups in the queue."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

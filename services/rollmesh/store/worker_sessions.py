@@ -1,7 +1,5 @@
 """Worker sessions, and the return of their work after a crash of the worker or of the server."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 

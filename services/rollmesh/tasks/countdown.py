@@ -23,8 +23,6 @@ trials. A response is correct if it meets all these conditions:
 A response that gives up, makes a false claim, runs out of tokens or leaves the grammar scores 0.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import random

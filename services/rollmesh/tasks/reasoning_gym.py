@@ -1,7 +1,5 @@
 """Prompts of a reasoning-gym task, and the score of an answer by the same task (extra: reward)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

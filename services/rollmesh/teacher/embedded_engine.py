@@ -1,7 +1,5 @@
 """The embedded engine: the learner's scorer in one thread, which packs the sequences of all calls together."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The teacher process: an engine with frozen weights behind gRPC, and the admin port."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -92,7 +90,7 @@ async def _try(engine: TeacherEngine, config: RunConfig, model: TeacherModel) ->
         ) from error
 
 
-async def _embedded(config: RunConfig, model: TeacherModel) -> EmbeddedEngine:
+async def _embedded(config: RunConfig, model: TeacherModel) -> "EmbeddedEngine":
     """Load the weights. Raises ConfigError for a model that cannot be loaded."""
     with many_imports():
         import torch

@@ -1,7 +1,5 @@
 """The SGLang engine of a teacher: a server that this process starts on the frozen folder, or one at a url."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import uuid

@@ -1,7 +1,5 @@
 """The protocol of a teacher's engines, and what every engine's scores must hold."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Protocol

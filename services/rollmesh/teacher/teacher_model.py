@@ -1,7 +1,5 @@
 """The model of a teacher: its folder, its digests, and the checks against the run that it teaches."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The gRPC TeacherService: scores sequences with the process's engine, each streamed as soon as it is there."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -4,8 +4,6 @@ Packed protobuf lists are about a hundred times slower than ``np.frombuffer`` on
 converted to lists here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

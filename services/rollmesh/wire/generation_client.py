@@ -1,7 +1,5 @@
 """Client of GenerationService: its messages and errors, and one channel per generator."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Conversion of trajectories to the messages of RewardService, and of these to the input of a verifier."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

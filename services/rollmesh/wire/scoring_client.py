@@ -1,7 +1,5 @@
 """Clients of services that score trajectories: coalesced calls, a deadline, retries while none is reachable."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Client of TeacherService, and the rules that a teacher of a run keeps, whoever serves it."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace

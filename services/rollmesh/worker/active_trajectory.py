@@ -1,7 +1,5 @@
 """Leased trajectory in progress: its tokens, its calls, the requests to stop it and its end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -222,7 +220,7 @@ class ActiveTrajectory:
         self.trim(token_count)
 
     # -- requests to stop the work ---------------------------------------------------------------------------------
-    def observe(self, observer: Callable[[ActiveTrajectory], None]) -> None:
+    def observe(self, observer: "Callable[[ActiveTrajectory], None]") -> None:
         """Call ``observer`` at new tokens, a stop request or its withdrawal, a lost lease and the end of the work."""
         self._observer = observer
 

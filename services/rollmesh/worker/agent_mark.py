@@ -4,8 +4,6 @@ A restarted agents service restores the agent's session and its position in the 
 scores the finished trajectory of a crashed service reads the posted reward from it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter, ValidationError
@@ -64,7 +62,7 @@ class AgentMark:
         return _MARKS.dump_json(self)
 
     @staticmethod
-    def from_bytes(data: bytes) -> AgentMark:
+    def from_bytes(data: bytes) -> "AgentMark":
         """Decode; raises DataError if the bytes are not a mark."""
         try:
             return _MARKS.validate_json(data)

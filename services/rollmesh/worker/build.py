@@ -1,7 +1,5 @@
 """Settings and dependencies of a worker: the same for rollout services, the agents service and tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

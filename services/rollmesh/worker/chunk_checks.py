@@ -1,7 +1,5 @@
 """Checks of every chunk from a generator, before any of its tokens is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ With snapshots the order is: save the turn, play it, save the snapshot, save the
 newest snapshot covers all saved turns, or all but the last, and the last is then played again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence

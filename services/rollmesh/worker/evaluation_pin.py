@@ -9,8 +9,6 @@ While the run trains, one generator stays on the pinned version and the others f
 or the launcher pauses the run, and after its last train step, all generators serve the pinned version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -6,8 +6,6 @@ token. If no generator serves the version (its weights are pruned or refused), t
 that the run does not wait for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

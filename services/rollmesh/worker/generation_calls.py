@@ -8,8 +8,6 @@ per trajectory, the worker acknowledges every save, and the generator holds a ca
 (``SaveLimits``). No call begins before all earlier tokens are saved.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Generators that this worker may call: their records, their load and the ones to avoid; interruption of calls."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -47,14 +45,14 @@ class GeneratorSlot:
     active: ActiveTrajectory
     need: VersionNeed
     """Requirements of the call when the generator was chosen."""
-    _generators: GeneratorPool
+    _generators: "GeneratorPool"
     aborted: bool = False
     """True once this worker has cut off the call."""
     context_tokens: int = 0
     """Tokens of the context that count as this call's load."""
     _deadline: asyncio.Timeout | None = field(default=None)
 
-    def __enter__(self) -> GeneratorSlot:
+    def __enter__(self) -> "GeneratorSlot":
         self._generators.occupy(self)
         self.active.begin_call(self.record.instance_id)
         return self

@@ -1,7 +1,5 @@
 """Policy versions and the budgets that follow from them, as this process has read them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Contract of rollout programs, and the program of one prompt and one answer."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Choice of the generator for the next call, over the registered generators, without I/O."""
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence

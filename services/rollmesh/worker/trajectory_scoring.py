@@ -1,7 +1,5 @@
 """Scoring of finished trajectories: verifier and teacher, the run's policy for missing values, reward shaping."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """Turns of a multi-turn response, recovered from its tokens, and snapshots from which an environment resumes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -81,7 +79,7 @@ class Snapshot:
         return _SNAPSHOTS.dump_json(self)
 
     @staticmethod
-    def from_bytes(data: bytes) -> Snapshot:
+    def from_bytes(data: bytes) -> "Snapshot":
         """Decode; raises DataError if the bytes are not a snapshot."""
         try:
             return _SNAPSHOTS.validate_json(data)

@@ -5,8 +5,6 @@ watch loop   reads desired state, newest policy and generators; parks, interrupt
 tasks        program -> finish -> reward -> score; an error in one task does not affect the others
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence

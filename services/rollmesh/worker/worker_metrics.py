@@ -1,7 +1,5 @@
 """Metrics of a worker, the same in every process that runs one, and the part that each caller of generators needs."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from prometheus_client import Counter

@@ -1,7 +1,5 @@
 """Session of a worker with the trajectory queue: heartbeat, and recovery without loss of trajectories."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Single objects of a run and the actions on them: trajectories, batches, policies, dead letters, processes."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Live state of the run: overview, timeline, events and curves."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """A run as a whole: facts, errors, the result of one that has ended, its run file, the end of its event stream."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict

@@ -6,8 +6,6 @@ imitates the mixture can do the arithmetic, sometimes searches for long, and giv
 for reinforcement learning, and gives response lengths a long tail from the start.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

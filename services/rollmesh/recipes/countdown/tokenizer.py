@@ -1,7 +1,5 @@
 """Word-level tokenizer of the countdown model: one token per number and per sign, 96 in total."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ It writes a model with random weights (``start``) and rows of demonstrations (``
 which ``rollmesh sft`` makes the warm start with the settings of examples/warm-start.yaml (measurements: MODEL.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Curves, evaluations, policies and history of a recorded run, as the page shows them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

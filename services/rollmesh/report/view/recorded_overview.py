@@ -1,7 +1,5 @@
 """Overview and result of a run that has ended: facts, sentences, tables, completions, history of the mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Page of a run that has ended: everything from its run folder, read once, and served on a loopback address."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
@@ -60,7 +58,7 @@ async def serve_view(
         reads.hub.close(EndEvent(time=time.time(), by="signal"))
 
 
-def _app(run: RecordedRun, config: RunConfig, reads: RecordedReads, requests: RequestMetrics, token: str) -> FastAPI:
+def _app(run: RecordedRun, config: RunConfig, reads: "RecordedReads", requests: RequestMetrics, token: str) -> FastAPI:
     check = token_check(token)
     router = reads.router(check if config.gateway.token_for_reads else no_check, check)
     summary = "A run that has ended, read from its run folder."

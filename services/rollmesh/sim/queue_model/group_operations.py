@@ -1,7 +1,5 @@
 """Operations of the leader on groups: further rounds, and groups that begin again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from heapq import nsmallest
 

@@ -1,7 +1,5 @@
 """Prompt history of the queue model, and the measured times of its groups and of the trainer."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import replace

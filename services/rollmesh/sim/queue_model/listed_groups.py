@@ -1,7 +1,5 @@
 """Open or ready groups as the scheduler's view lists them, kept in order, so that a view need not sort them."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import Counter

@@ -1,7 +1,5 @@
 """The queue model: operations of the leader and of the trainer, and the scheduler's view."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Records of the queue model: groups, their members, the saves of a member, and the places of members in the queues."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque
@@ -47,7 +45,7 @@ class GroupState(StrEnum):
 class ModelMember:
     """One trajectory."""
 
-    group: ModelGroup
+    group: "ModelGroup"
     trajectory_id: str
     number: int
     """Position in the group, from 0."""

@@ -1,7 +1,5 @@
 """State of the queue model, and the transitions that operations share: groups settle, are dropped and deleted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Operations of workers on the queue model: leases, saves, scores, forks, and what a worker gives back."""
 
-from __future__ import annotations
-
 from rollmesh.errors import SessionLost
 from rollmesh.sim.queue_model.records import ModelMember, Save, ScoredSet, length_bucket
 from rollmesh.sim.queue_model.state import QueueState

@@ -5,8 +5,6 @@ and the verifier scores the whole response. The text is untrusted: its arithmeti
 without names, calls or attributes.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -1,7 +1,5 @@
 """Protocol of environments, one object per trajectory and called once per turn, and the environment of a run file."""
 
-from __future__ import annotations
-
 import inspect
 import numbers
 from collections.abc import Awaitable, Callable, Mapping

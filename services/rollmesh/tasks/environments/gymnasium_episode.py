@@ -1,7 +1,5 @@
 """Environment of a class that has Gymnasium's ``reset`` and ``step``, in a thread of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading

@@ -3,8 +3,6 @@
 A session is one connection to the server's ``/ws``, on which every request has one answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Parts that adapters share: actions read from turns, observations as text, rewards of an episode."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

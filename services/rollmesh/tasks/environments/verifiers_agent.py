@@ -6,8 +6,6 @@ traces of the episode as they grow; the reply has what belongs to the whole of i
 the base URL of the session, which records them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Confined execution of one Python script, limited in time, memory, processes and output."""
 
-from __future__ import annotations
-
 import os
 import resource
 import select

@@ -6,8 +6,6 @@ the interpreter's files, read-only, private scratch space, and nothing else: fol
 and world-readable files are not hidden one by one, they are absent. Needs the right to mount in the namespace.
 """
 
-from __future__ import annotations
-
 import os
 import site
 import stat

@@ -1,7 +1,5 @@
 """Uids and resource limits of a confined process, so that they apply to that process and no other."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable

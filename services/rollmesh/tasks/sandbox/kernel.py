@@ -5,8 +5,6 @@ namespaces. A process that cannot start another one cannot use more memory than 
 outside its address space (memory files, System V segments, a new tmpfs) is rejected too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

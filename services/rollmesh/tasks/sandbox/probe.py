@@ -1,7 +1,5 @@
 """Measurement of the sandbox on this machine, by code that runs in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Sources that give the prompts of other sources: a mixture, repeated prompts, prompts with the task of an agent."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

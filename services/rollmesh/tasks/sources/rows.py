@@ -1,7 +1,5 @@
 """Prompts of rows: one prompt of each row, with an error for an invalid one; order, epochs and rows held out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -68,7 +66,7 @@ class RowReader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> "Row":
         """Return row ``number``, counted from 0. Raises DataError if it cannot be read."""
 
     def prompt_id(self, number: int) -> str:
@@ -81,7 +79,7 @@ class RowPrompts(FinitePrompts):
     Rows whose prompts are equal are held out together, so an evaluation prompt is never trained on.
     """
 
-    def __init__(self, reader: RowReader, form: RowFormat, settings: SourceSettings) -> None:
+    def __init__(self, reader: RowReader, form: "RowFormat", settings: SourceSettings) -> None:
         """Check all rows. Raises DataError for the first bad row, and if the split has no rows."""
         self._reader = reader
         self._form = form

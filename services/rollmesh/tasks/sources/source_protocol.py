@@ -1,7 +1,5 @@
 """Protocol of prompt sources, and the sources of a run file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Rows of the user: a JSONL file, a Parquet file, or the rows that a function returns."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

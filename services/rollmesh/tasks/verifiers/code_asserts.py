@@ -5,8 +5,6 @@ comparisons, arithmetic, a few functions) is evaluated in this process, over tho
 the answer's process, and no code in the sandbox can decide a comparison.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy

@@ -1,7 +1,5 @@
 """Tests of a code prompt, in the forms of public data sets, and the comparison of their values."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Extraction of the answer from a response, in linear time, because a response can be a megabyte of any text."""
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Verifier that asks a judge or reward model over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Verifier of mathematical equality with a reference, by math-verify and sympy (extra: reward)."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping

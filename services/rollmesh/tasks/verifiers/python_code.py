@@ -1,7 +1,5 @@
 """Verifier that runs the Python code of an answer against tests, in ``tasks.sandbox``; Linux only."""
 
-from __future__ import annotations
-
 import json
 import marshal
 import sys

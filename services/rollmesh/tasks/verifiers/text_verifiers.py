@@ -1,7 +1,5 @@
 """Verifiers of text: an equal answer, an equal number, a chosen letter, the form of a response."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Protocols of verifiers and their rewards, the verifiers that a run file may name, and how one is built."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import numbers

@@ -4,8 +4,6 @@ A right answer to the prompt "1 2 5 > 7 :" is "1 + 5 = 6 ~ 7 = 1 , 2 + 5 = 7 ~ 7
 each with its distance to the target, and a "!" after the one that reaches it.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
