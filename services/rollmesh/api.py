@@ -26,12 +26,13 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.mesh import Decisions, MeshView
+from rollmesh.reward.scored_answer import answer_marker, answer_text, prompt_metadata
 from rollmesh.scheduling import Schedule, decide, needs_groups
 from rollmesh.segments import given_answer, join_segments
 from rollmesh.sim.figures import Figures, figures
 from rollmesh.sim.simulated_mesh import SimulatedMesh
 from rollmesh.sim.simulation_setup import SimulationSetup, mesh_settings
-from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, build_verifier, checked_reward
+from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN, RewardParts, build_verifier, checked_reward
 from rollmesh.text import Tokenizer
 from rollmesh.trainer.learner.method_binding import bind_advantage, loss_recipe
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
@@ -48,6 +49,7 @@ from rollmesh.types import (
     Segment,
     Trajectory,
 )
+from rollmesh.wire.reward_messages import ScoreItem
 
 __all__ = [
     "Decisions", "Figures", "Group", "LossInput", "MeshView", "PolicyTrainer", "Prompt", "Sampler", "Schedule",
@@ -149,10 +151,24 @@ class Sampler(AbstractContextManager["Sampler"]):
 
 
 def score(groups: Sequence[Group], verify: Callable[..., float | RewardParts], tokenizer: Tokenizer) -> list[Group]:
-    """Return the groups with their rewards by ``verify(response, metadata of the prompt)``, of a verifier or yours."""
+    """Return the groups with their rewards by ``verify(response, metadata of the prompt)``, of a verifier or yours.
+
+    It gets what a run's verifier gets: of a model that thinks the answer, and the prompt if it has ``needs_prompt``.
+    """
+    verifier: Any = getattr(verify, "__self__", verify)
+    marker = answer_marker(tokenizer, None, {})
+    built_in = (name for name, row in BUILT_IN.items() if row.target.endswith(f":{type(verifier).__name__}"))
+    name = next(built_in, "")
 
     def scored(answer: Trajectory) -> Trajectory:
-        reward = checked_reward(verify(tokenizer.decode(answer.response_ids), answer.prompt.metadata), "verifier")
+        item = ScoreItem(
+            trajectory_id=answer.trajectory_id,
+            prompt=answer.prompt,
+            response_ids=answer.response_ids,
+            finish_reason=answer.finish_reason,
+        )
+        response = answer_text(item, tokenizer, marker, name)
+        reward = checked_reward(verify(response, prompt_metadata(answer.prompt, verifier, tokenizer)), "verifier")
         outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
         return replace(answer, outcome=outcome, shaped_reward=reward.value)
 

@@ -1,7 +1,10 @@
 """The library: the example of the loop on one page learns, and its parts work alone."""
 
 import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +14,22 @@ from rollmesh.api import (
     LossInput,
     Schedule,
     advantages,
+    build_verifier,
     decide,
     given_answer,
     load_learner,
     load_run_config,
     loss,
+    score,
     simulate,
     train,
 )
 from rollmesh.scheduling import run_limits
 from rollmesh.sim.queue_model import QueueModel
 from rollmesh.sim.simulation_setup import DEFAULT_RUN
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
+
+from ..kit.chat_tokenizers import make_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -30,6 +38,27 @@ def test_the_example_on_one_page_learns() -> None:
     rewards = runpy.run_path(str(EXAMPLES / "one_page.py"))["main"](16)
     assert len(rewards) == 16
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.05
+
+
+def test_rewards_are_those_of_a_run_for_a_thought_and_for_a_function_that_needs_the_prompt(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    response = tokenizer.encode("<think>\\boxed{7}</think> The answer is $5$.").tolist()
+    group = given_answer(tokenizer.encode("2 + 3?").tolist(), response, [-1.0] * len(response), 0.0)
+    (answer,) = group.trajectories
+
+    def rewarded(verify: Callable[..., float | RewardParts], reference: str) -> float | None:
+        prompt = replace(answer.prompt, metadata={"answer": reference})
+        (scored,) = score([replace(group, trajectories=(replace(answer, prompt=prompt),))], verify, tokenizer)
+        return scored.trajectories[0].shaped_reward
+
+    verify = build_verifier("math", {}).verify
+    assert (rewarded(verify, "7"), rewarded(verify, "5")) == (0.0, 1.0)
+
+    def prompt_length(response: str, metadata: Mapping[str, Any]) -> float:
+        return float(len(metadata["prompt"]))
+
+    prompt_length.needs_prompt = True  # type: ignore[attr-defined]
+    assert rewarded(prompt_length, "5") == len("2 + 3?")
 
 
 def test_a_learner_alone_takes_tokens_logprobs_and_advantages() -> None:

@@ -151,7 +151,11 @@ class FunctionVerifier:
     def __init__(self, function: Callable[..., float | RewardParts], options: Mapping[str, Any]) -> None:
         self.timeout_means_wrong = bool(getattr(function, "timeout_means_wrong", False))
         self.needs_prompt = bool(getattr(function, "needs_prompt", False))
-        self.verify = partial(function, **options)
+        self._function = partial(function, **options)
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float | RewardParts:
+        """Return what the function returns."""
+        return self._function(response, prompt_metadata)
 
 
 def _build_users(target: str, options: Mapping[str, Any]) -> Verifier:
