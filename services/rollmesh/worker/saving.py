@@ -209,9 +209,10 @@ class Saver:
                 await self._session.confirm()
                 confirmed = True
                 continue
-            if result.saved_token_count >= offset:
+            if result.saved_token_count == offset or result.saved_token_count > end:
                 break  # the queue stores other tokens at this offset: these must not be appended to them
-            active.saved_token_count = result.saved_token_count  # Redis was restored to a state before the last save
+            # Redis was restored to a state before the last save, or the task that waited for that save was cancelled.
+            active.saved_token_count = result.saved_token_count
         active.lose("this worker no longer holds the lease of the trajectory")
         raise LetGo(active.trajectory_id)
 

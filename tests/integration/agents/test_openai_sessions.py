@@ -230,6 +230,35 @@ async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: 
         assert (await state(http, agent.id))["drift_count"] == 0
 
 
+async def test_an_agent_that_leaves_while_its_answer_is_saved_keeps_its_session(
+    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: AgentMesh = await make_mesh()
+    append, saved, left = TrajectoryQueue.append, asyncio.Event(), asyncio.Event()
+
+    async def late(queue: TrajectoryQueue, session: str, items: Sequence[Append]) -> list[AppendResult]:
+        answer = await append(queue, session, items)
+        saved.set()
+        await left.wait()
+        return answer
+
+    monkeypatch.setattr(TrajectoryQueue, "append", late)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
+        leaving = asyncio.create_task(agent.turn(max_tokens=4))
+        await saved.wait()
+        leaving.cancel()
+        session = api.service.agent_parts.session_manager.find(agent.id)
+        await mesh.until("the call has ended", lambda: not session.lock.locked())
+        left.set()
+        again = await agent.turn(max_tokens=4)
+        assert again.choices[0].finish_reason == "length"
+        await agent.turn()
+        done = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})
+        assert done.status_code == 200 and done.json()["drift_count"] == 0, done.text
+        await agent.aclose()
+
+
 async def test_one_call_at_a_time_works_on_a_session(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.02]]})
     async with mesh.api() as api, http_of(api) as http:

@@ -1,5 +1,6 @@
 """Saves of tokens, outcomes and teachers' scores on a real server."""
 
+import asyncio
 import re
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,14 @@ from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Cursor
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.store import Append, ReleaseReason, TrajectoryStore, WriteStatus
-from rollmesh.types import TeacherColumn
+from rollmesh.types import FinishReason, TeacherColumn
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 from rollmesh.worker.saving import Saver
 from rollmesh.worker.worker_session import WorkerSession
 
-from .store_mesh import Forgetful, Mesh, column, column_bytes, environment_segment, group, segment
+from .store_mesh import Forgetful, Mesh, column, column_bytes, digest_of, environment_segment, group, segment
 from .stored_keys import read_truth
 
 
@@ -165,6 +167,38 @@ async def test_a_snapshot_of_a_slow_step_is_not_stored_in_the_next_incarnation(s
     slow.lose("its group began again")
     with pytest.raises(LetGo):
         await saver.keep_snapshot(slow, b"of the first incarnation")
+
+
+@pytest.mark.parametrize("more", [0, 2])
+async def test_a_save_whose_waiter_has_left_costs_the_trajectory_nothing(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    """The queue has the tokens, and the task that would have noted it is gone."""
+    await Mesh.start(store, groups=1)
+    session = WorkerSession(store.sessions, "worker", 1.0, RolloutMetrics(Metrics("rollout")))
+    await session.open()
+    (leased,) = await store.trajectories.lease(session.current, 1)
+    append, saved, left = store.trajectories.append, asyncio.Event(), asyncio.Event()
+
+    async def late(*call: Any) -> Any:
+        answer = await append(*call)
+        saved.set()
+        await left.wait()
+        return answer
+
+    monkeypatch.setattr(store.trajectories, "append", late)
+    active, saver = ActiveTrajectory(leased.trajectory), Saver(store.trajectories, session)
+    active.add(segment(3))
+    leaving = asyncio.create_task(saver.save(active))
+    await saved.wait()
+    await cancel_and_wait(leaving)
+    left.set()
+    active.add(segment(more, start=3))
+    if more:
+        await saver.save(active)
+    await saver.finish(active, FinishReason.STOP)
+    stored = (await read_truth(store)).members[active.trajectory_id]
+    assert (stored.state, stored.digest) == ("finished", digest_of(active.segments, 3 + more))
 
 
 BIG = 30_000
