@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,6 +22,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.services import AgentsConfig
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import MOST_CHARACTERS
 from rollmesh.text import Tokenizer
 from rollmesh.types import BoolArray, Int32Array
 
@@ -34,6 +36,8 @@ _READ_WHOLE = frozenset({"gemma4", "gpt-oss", "inkling", "kimi-k2.5", "llama-3"}
 for example. Their messages are streamed at the end. (gpt-oss is not tested: its vocabulary is not in the package.)"""
 _MOST_FORMATS = 64
 """Number of formats, one for each choice of variables, that are kept."""
+_MOST_TEXTS = 256
+"""Number of short texts whose tokens are kept."""
 
 # Compared whole, without its system message, where some templates have one of their own, and as a question alone.
 _PROBE: tuple[Message, ...] = (
@@ -327,12 +331,15 @@ class NamedTokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._short_ids = lru_cache(_MOST_TEXTS)(tokenizer.encode)
         self.name_or_path = str(tokenizer.folder)
         self.unk_token_id = tokenizer.unknown_token_id
         self.eos_token_id = next(iter(tokenizer.eos_token_ids), None)
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
-        ids: list[int] = self._tokenizer.encode_aside(text).tolist()
+        # Renderers tokenize the headers of a format again in every call, and its system message in every session.
+        encode = self._short_ids if len(text) < MOST_CHARACTERS else self._tokenizer.encode_aside
+        ids: list[int] = encode(text).tolist()
         return ids
 
     def decode(self, token_ids: Any, *args: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
