@@ -84,7 +84,7 @@ def test_the_agents_bench_plays_sessions_with_tools_and_finds_their_prefixes() -
     done = bench("agents")
     assert done.returncode == 0, done.stderr
     measures = {m["name"]: m for m in map(json.loads, done.stdout.splitlines())}
-    assert len(measures) == 6
+    assert len(measures) == 8
     (share,) = (m["value"] for m in measures.values() if m["unit"] == "share")
     assert 0.9 <= share <= 1.0
     assert measures["calls without time in tools"]["value"] > 0
