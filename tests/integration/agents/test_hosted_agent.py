@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -97,6 +97,58 @@ async def test_a_rollout_that_fails_or_hangs_costs_its_own_trajectory(tools_mesh
             kinds += Counter(t.outcome.kind for g in batch.groups for t in g.trajectories if t.outcome is not None)
         assert kinds[OutcomeKind.SCORED] >= 2
         await mesh.until("a hanging one has ended", lambda: hung(api))
+        api.shutdown.set()
+
+
+async def test_a_function_that_makes_no_call_costs_its_own_prompts_as_often_as_the_run_tries(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"max_attempts": 2}, schedule={"groups_per_batch": 1})
+
+    async def sometimes_silent(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
+        if row["task"]["answer"] != "0":
+            await client.chat.completions.create(model=row["model"], messages=row["messages"], max_tokens=4)
+        return 1.0
+
+    async with mesh.api() as api, hosted_agent(api.service, api.app, sometimes_silent, TOKEN, api.url, api.shutdown):
+        trained = [t for group in (await mesh.batch(1)).groups for t in group.trajectories]
+        assert {t.outcome.value for t in trained if t.outcome is not None} == {1.0}
+        assert all("the answer is 0?" not in mesh.tokenizer.decode(t.prompt.token_ids) for t in trained)
+
+        async def both_dead() -> bool:
+            return (await mesh.store.mesh.counts()).totals.get("dead_total", 0) >= 2
+
+        await mesh.until("the silent members of the first prompt are dead letters", both_dead)
+        assert api.value("rollmesh_agents_sessions_ended_total", how="given_up") >= 4
+        api.shutdown.set()
+
+
+async def test_the_rollouts_of_an_earlier_process_begin_again(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1, "pool_size": 2})
+    calls: list[str] = []
+
+    async def hanging(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
+        await client.chat.completions.create(model=row["model"], messages=row["messages"], max_tokens=4)
+        calls.append(row["id"])
+        await asyncio.Event().wait()
+        return 0.0
+
+    async def ending(client: AsyncOpenAI, row: Mapping[str, Any]) -> float:
+        await client.chat.completions.create(model=row["model"], messages=row["messages"], max_tokens=6)
+        calls.append(row["id"])
+        return 1.0
+
+    async with mesh.api() as first, hosted_agent(first.service, first.app, hanging, TOKEN, first.url, first.shutdown):
+        await mesh.until("every place of the pool has a rollout with an answer", lambda: len(calls) == 2)
+        first.shutdown.set()
+    assert (await mesh.store.mesh.counts()).trajectories["partial"] == 2
+    async with mesh.api() as api, hosted_agent(api.service, api.app, ending, TOKEN, api.url, api.shutdown):
+        batch = await mesh.batch(1)
+        trained = [t for g in batch.groups for t in g.trajectories]
+        assert [t.outcome.value for t in trained if t.outcome is not None] == [1.0, 1.0]
+        assert all(len(t.response_ids) <= 6 for t in trained), "no token of a rollout that nobody ends"
+        assert api.value("rollmesh_agents_sessions_ended_total", how="given_up") == 2
+        assert len(set(calls)) >= 4
         api.shutdown.set()
 
 
