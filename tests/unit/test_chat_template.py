@@ -1,7 +1,5 @@
 """Chat templates: every message is in the text or is refused by number and role, and a begun answer is continued."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

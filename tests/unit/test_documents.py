@@ -1,7 +1,5 @@
 """README, docs and examples name files, links, classes and settings that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

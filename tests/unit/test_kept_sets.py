@@ -1,7 +1,5 @@
 """Kept sets: parts and joins are those of lists of sets, their bytes come back, and what is no set is refused."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

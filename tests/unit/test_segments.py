@@ -1,7 +1,5 @@
 """Chunks of one writer become one segment, and nothing else changes."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

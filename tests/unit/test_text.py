@@ -1,7 +1,5 @@
 """Text to token ids and back, eos ids, chat templates, and what bad folders say."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Modules of a user's code are found beside the run file, and in the working directory."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

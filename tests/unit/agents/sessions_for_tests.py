@@ -1,7 +1,5 @@
 """Sessions of a manager whose worker the test plays."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

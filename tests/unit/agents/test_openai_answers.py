@@ -1,7 +1,5 @@
 """Answers while they are sampled, and the frames of a stream."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

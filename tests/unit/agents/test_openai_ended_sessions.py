@@ -1,7 +1,5 @@
 """A session in use does not end as idle; an ended one keeps its ids, counts and marks, and releases its tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import time

@@ -1,7 +1,5 @@
 """Contexts that go on with what is recorded, repeat it, or have drifted from it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests as clients send them: what is understood, what is neutral, what is refused by name."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text of an answer while it arrives: whole characters, stop strings, and the tokens that count."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

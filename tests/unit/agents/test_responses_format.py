@@ -1,7 +1,5 @@
 """The Responses API: items as messages of a chat, and the parts of an answer as items and events."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Advantages equal formulas written out in plain floats, over groups of any size, and the known answers of sources."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

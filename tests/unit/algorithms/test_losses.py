@@ -1,7 +1,5 @@
 """Losses and aggregations equal formulas written out token by token; gradients are their derivatives."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Old logprobs, KL estimators, the factor on the rate, distillation, and token masks by their definitions."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A figure on the wrong side of its bar is named, and ``--check`` ends with status 1."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

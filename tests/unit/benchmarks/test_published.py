@@ -1,7 +1,5 @@
 """Published speed-ups, their predictions, and the section of docs/simulator-published.md about them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

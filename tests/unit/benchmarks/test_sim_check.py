@@ -1,7 +1,5 @@
 """The run files of the comparison of real runs with the simulator, and arms that it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every fault of the chaos bench has a run file that is valid, and is found by its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

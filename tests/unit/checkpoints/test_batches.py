@@ -1,7 +1,5 @@
 """Batch files and the ledger."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Secrets, locations and folders of a store."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

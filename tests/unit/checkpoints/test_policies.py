@@ -1,7 +1,5 @@
 """Published policies: verified byte for byte, refused with the reason; adapters with their base."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Trainer state, valid only when committed; deltas of weights, and the comparison of copies in a bucket."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Run as a module by the crash tests: a writer that can be killed, or that has little room."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Callable

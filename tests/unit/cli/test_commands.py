@@ -1,7 +1,5 @@
 """Help pages, replicas in words, and common behaviour of all commands."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

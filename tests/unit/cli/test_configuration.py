@@ -1,7 +1,5 @@
 """``rollmesh config``, and errors that are true for the command that was typed."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """``rollmesh init`` writes files that make a valid run, and no file twice."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

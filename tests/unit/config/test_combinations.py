@@ -1,7 +1,5 @@
 """Methods of a run file with wrong options, and combinations of settings that cannot work or have no effect."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

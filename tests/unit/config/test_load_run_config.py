@@ -1,7 +1,5 @@
 """A run file with its overrides: what is read, what is refused with its field, and what is never written."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run files in which a policy learns from teachers, and those in which it could not."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollmesh.errors import ConfigError

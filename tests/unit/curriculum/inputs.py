@@ -1,7 +1,5 @@
 """Prompt tables, histories, and groups as the leader shows them to planners and group shapers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rollmesh.curriculum.prompt_tables import History, HistoryTable, PromptTable, prompt_table

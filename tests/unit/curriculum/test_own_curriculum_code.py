@@ -1,7 +1,5 @@
 """Samplers, planners, group shapers and budgets of a user: the examples, and clear errors for what cannot be one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

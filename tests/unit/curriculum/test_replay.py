@@ -1,7 +1,5 @@
 """The draw of replayed groups: its weights, its bound, and that nothing but its inputs decides it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Planners, group shapers and budgets against the numbers of their sources, and within their bounds."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

@@ -1,7 +1,5 @@
 """Decisions at the end of rounds: results of planners and shapers are checked, and bounded by the most members."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Samplers: known answers, shares of the draws, and properties over random histories."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Requirements of an image, from pyproject.toml."""
 
-from __future__ import annotations
-
 import importlib.util
 import tomllib
 from pathlib import Path

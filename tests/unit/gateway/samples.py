@@ -1,7 +1,5 @@
 """Answers as they look in a run, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollmesh.config import RunConfig

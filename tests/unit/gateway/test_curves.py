@@ -1,7 +1,5 @@
 """Curves of a run: of any length in bounded memory, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Live events: snapshots, ticks, slow clients and too many clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

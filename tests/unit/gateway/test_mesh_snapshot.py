@@ -1,7 +1,5 @@
 """The overview that follows from one snapshot of the mesh."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, finished_evaluations, run_state

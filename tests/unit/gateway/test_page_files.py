@@ -1,7 +1,5 @@
 """The live page as files: nothing from elsewhere, nothing that runs data as markup, colours that everybody can tell."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

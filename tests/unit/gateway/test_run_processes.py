@@ -1,7 +1,5 @@
 """Processes of a run: found in the launcher's process tree, with the logs of those that have ended."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The timeline: what one look after the other makes of rollouts in flight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

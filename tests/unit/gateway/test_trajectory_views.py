@@ -1,7 +1,5 @@
 """Tokens of a trajectory as runs and pages, and the rows of a batch file in their order."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

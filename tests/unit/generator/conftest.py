@@ -1,7 +1,5 @@
 """One thread, tiny random models on disk, and engines that are always closed."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 

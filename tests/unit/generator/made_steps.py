@@ -1,7 +1,5 @@
 """A model and a cache without an engine around them, for tests of single decode steps; and drafts at all times."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An engine behind its gRPC service, and workers that call it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A config.json means to the torch engine exactly the same as to transformers, or it is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

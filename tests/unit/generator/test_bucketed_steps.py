@@ -3,8 +3,6 @@
 Capture itself needs a GPU; here a capture is a function that checks what a replay would rely on.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The canary passes the trainer's own weights in every dtype, and catches others."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Capture and replay on a real GPU; skipped where there is none."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Length control of drafts: how many tokens the next draft has, and when speculation pauses and resumes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

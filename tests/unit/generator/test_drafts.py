@@ -1,7 +1,5 @@
 """Drafts from history: what is found, what is forgotten, and what it costs."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls without a token to send for longer than the chunk timeout: the engine lives, or it does not."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

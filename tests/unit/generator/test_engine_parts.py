@@ -1,7 +1,5 @@
 """Parts of the engines that decide and keep: cache, sampled tokens, admission, products, unsaved tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A policy is verified while the engine reads it, and only a verified one is handed on to be swapped in."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path

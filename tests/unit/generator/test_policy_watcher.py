@@ -1,7 +1,5 @@
 """The order of a load: what a caller that hangs up, or a canary that cannot be scored, leaves behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable

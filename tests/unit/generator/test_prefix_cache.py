@@ -1,7 +1,5 @@
 """Turns that continue what ended calls left in the cache: their numbers are those without it, and it is never stale."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 

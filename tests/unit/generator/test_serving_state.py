@@ -1,7 +1,5 @@
 """What a generator says of itself: admission of calls, metrics, and the start of a process that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Speculation of the torch engine: the same tokens as plain decoding, in fewer steps."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Callable, Sequence

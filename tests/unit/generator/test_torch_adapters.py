@@ -1,7 +1,5 @@
 """Adapters in the torch engine: rows of several versions in one batch, each exact, and folders held to the run's."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine's numbers beside the engine contract: against Hugging Face, itself resumed, alone and in company."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Limits, loads, staged weights, pressure and errors of the torch engine, beside the cases of the engine contract."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Truncated sampling of the torch engine: what is drawn, from which sets, and with which log-probabilities."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A backup that is taken while the run goes back to an older policy, or prunes what was copied."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Console notes: addresses, what services wait for, and a run that learns nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The run files of examples/ load, pass the checks of `rollmesh config validate`, and match their data and values."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

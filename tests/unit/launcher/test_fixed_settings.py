@@ -1,7 +1,5 @@
 """Settings that may change when a run is continued, fixed settings, and the documents' advice on both."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

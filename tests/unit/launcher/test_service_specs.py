@@ -1,7 +1,5 @@
 """The token that a run on one machine gets for its ports, and the plan by which its replicas are scaled."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Estimate of a run file, memory of the model, and hints for values that do not fit."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

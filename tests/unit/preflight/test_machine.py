@@ -1,7 +1,5 @@
 """A run that this machine cannot start is refused by validation, with the field, not by a service a minute later."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

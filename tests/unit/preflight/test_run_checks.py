@@ -1,7 +1,5 @@
 """Refusals before any folder is created or process started."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import shutil

@@ -1,7 +1,5 @@
 """Every plug-in is called once before the services start; its error names the field, the file and the line."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The countdown recipe: demonstrations that never lie, a token per word, a model that knows its arithmetic, a demo."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pool of workers without processes: its spec, frames, uids, and retries after a death."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import Mapping

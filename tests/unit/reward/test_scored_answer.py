@@ -1,7 +1,5 @@
 """One answer inside a worker: the text that the verifier sees, and the outcome of its failures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Conditions under which refused policies end a run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Addresses of servers, and endpoint files of services."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

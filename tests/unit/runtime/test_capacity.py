@@ -1,7 +1,5 @@
 """Capacity of a machine, and of the control groups of a container."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Growing JSON-lines files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lock of a run folder and its holder."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

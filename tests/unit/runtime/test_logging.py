@@ -1,7 +1,5 @@
 """Structured logs, and what libraries log."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

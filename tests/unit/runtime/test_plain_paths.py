@@ -1,7 +1,5 @@
 """Paths as clients build them from a base URL."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

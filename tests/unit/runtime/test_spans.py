@@ -1,7 +1,5 @@
 """Spans of one process, recorded by the real SDK into memory."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

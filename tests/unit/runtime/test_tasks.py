@@ -1,7 +1,5 @@
 """Background tasks, retries and the end of tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 

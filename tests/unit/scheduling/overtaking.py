@@ -1,7 +1,5 @@
 """Bounds on the groups that overtake another one, checked while a mesh runs: no group waits without end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from rollmesh.scheduling import OnStale, Schedule

@@ -1,7 +1,5 @@
 """Groups over the staleness bound begin again, at once or in a long round; B = 2 groups, n = 2 trajectories."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rank correlation, the judgement on the two predictors of lengths, and the start ranks."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

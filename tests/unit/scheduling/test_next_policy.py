@@ -1,7 +1,5 @@
 """The policy that a generator loads next: every rule with numbers worked by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

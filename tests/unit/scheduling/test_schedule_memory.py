@@ -1,7 +1,5 @@
 """Groups that the store has room for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

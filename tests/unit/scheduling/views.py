@@ -1,7 +1,5 @@
 """Mesh views by hand: name what matters, the rest is an idle mesh at policy 0."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A whole run in this process: what it learns, what it writes, and how it continues."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -3,8 +3,6 @@
 The expected targets are written by hand, as text.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loss and updates are those of transformers and torch, computed without packing; the order of the rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

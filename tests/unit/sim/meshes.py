@@ -1,7 +1,5 @@
 """Small simulated meshes for tests: four generators, batches of 16 trajectories, lengths around 300 tokens."""
 
-from __future__ import annotations
-
 from rollmesh.config import RunConfig
 from rollmesh.scheduling import Schedule, run_limits
 from rollmesh.scheduling.axes import Harvest

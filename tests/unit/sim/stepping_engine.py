@@ -1,7 +1,5 @@
 """Reference of the step clock: the same rules, one token after the other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from rollmesh.sim.decode_curve import EngineCosts

@@ -1,7 +1,5 @@
 """Options of ``rollmesh sim``: arms, their errors, and the command itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime

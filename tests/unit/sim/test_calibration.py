@@ -1,7 +1,5 @@
 """Models fitted to records whose true numbers are known."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The step clock of a generator beside an engine that steps token by token, and alarms in order of time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

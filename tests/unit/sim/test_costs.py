@@ -1,7 +1,5 @@
 """Costs of engines and of the trainer: rooflines, measured curves, and the passes of a train step."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

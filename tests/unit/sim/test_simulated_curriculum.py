@@ -1,7 +1,5 @@
 """Planners and group shapers in a simulated mesh: its leader takes the path of the real one, with all invariants on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Drafts of simulated engines: lengths, budgets, and what a token costs by running calls."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Lengths: forced by prompt and member, with the stated marginal and the stated share between prompts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

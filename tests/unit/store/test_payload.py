@@ -1,7 +1,5 @@
 """Payload at rest: what is inline, what is linked, and digests."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

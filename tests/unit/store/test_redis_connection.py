@@ -1,7 +1,5 @@
 """Server versions, URLs and what errors become."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Composition of scripts, and rules that every script file keeps."""
 
-from __future__ import annotations
-
 import re
 from importlib import resources
 

@@ -1,7 +1,5 @@
 """A small real tokenizer that the tests of sources share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The examples of docs/from-trl-or-verl.md, with a data file and a reward function as TRL and verl have them."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The embedded engine: what waits is packed together, whichever call it is of; and the share of its time with work."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients of the mesh: rotated certificates, and the addresses of reward services."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Messages on the wire: what is encoded is decoded, and malformed bytes name their field."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

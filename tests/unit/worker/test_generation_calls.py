@@ -1,7 +1,5 @@
 """Saves before every call and after every chunk, and their acknowledgements to the generator."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Turns of a response, rewards of environments, teachers' columns, and the shaping and summary of rewards."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

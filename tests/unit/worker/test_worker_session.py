@@ -1,7 +1,5 @@
 """A worker that waits for Redis is alive."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

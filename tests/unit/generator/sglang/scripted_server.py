@@ -1,7 +1,5 @@
 """An SGLang server without a model: its answers and its troubles are those that a test asks for."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import struct

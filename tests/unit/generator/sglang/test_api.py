@@ -1,7 +1,5 @@
 """Error answers, deadlines and broken connections of the server's endpoints, over real HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack

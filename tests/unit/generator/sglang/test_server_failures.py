@@ -1,7 +1,5 @@
 """Reactions of the engine to a server that hangs, restarts, or sends invalid answers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

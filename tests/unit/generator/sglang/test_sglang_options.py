@@ -1,7 +1,5 @@
 """The SGLang section of a run file and the command that follows from it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Parts of the SGLang engine without a server: slices, policy folders, slots."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """The calculator, and environments of the user."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

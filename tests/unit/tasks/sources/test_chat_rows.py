@@ -1,7 +1,5 @@
 """Rows with chat messages, read from files: nothing of a message is lost on the way into the prompt."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

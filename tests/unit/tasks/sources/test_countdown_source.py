@@ -1,7 +1,5 @@
 """Countdown prompts: the same everywhere, solvable, and never shared between training and evaluation."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Repeated prompts, prompts for agents, and domains: of a mixture and of rows."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Prompts of real reasoning-gym tasks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

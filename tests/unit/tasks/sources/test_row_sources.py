@@ -1,7 +1,5 @@
 """Prompts from tables: order, epochs, held-out rows, and every way a row can be wrong."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Code of an answer, and the split of assert tests."""
 
-from __future__ import annotations
-
 import json
 import time
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """math-verify behind the math verifier."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

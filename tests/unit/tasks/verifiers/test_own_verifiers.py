@@ -1,7 +1,5 @@
 """Verifiers of the user's own: ``module:function`` and ``module:Class``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Verifiers of generated tasks: reasoning-gym and countdown."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Exact, numeric, choice, regex, composite: what is right, what is wrong, and what is an error."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

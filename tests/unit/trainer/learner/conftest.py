@@ -1,7 +1,5 @@
 """One thread, quiet transformers, and tiny models on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType

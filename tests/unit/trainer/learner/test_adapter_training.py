@@ -1,7 +1,5 @@
 """A run with an adapter trains A and B only, and scores other versions in the same model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training on truncated sampling: every log-probability is over the kept set of its token."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Methods of the user's code and of the registry, bound with their options."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models that load for training, models refused by name, and the folders written for generators."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

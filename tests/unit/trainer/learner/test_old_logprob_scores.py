@@ -1,7 +1,5 @@
 """Every old-logprob source yields the log-probabilities it promises, or the sampler's with a count."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache

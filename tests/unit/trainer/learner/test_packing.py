@@ -1,7 +1,5 @@
 """Packing: prefix trees, bins, rows, and log-probabilities equal to padded ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gradients of parts add up to the gradient of the whole batch, or are dropped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies of the policy and the folders written from them: bytes, digests, dtypes, configs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

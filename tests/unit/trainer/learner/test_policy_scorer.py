@@ -1,7 +1,5 @@
 """Published policies as models: adapters above their base, float64 scores, the resolution of float32."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sharing prefixes changes what is computed, and nothing of what comes out: scores, loss and gradient."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Advantages that need a pass, and masks, in a real train step of a small model."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

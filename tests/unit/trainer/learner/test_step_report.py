@@ -1,7 +1,5 @@
 """The numbers of a step by hand, and the explanation of its tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

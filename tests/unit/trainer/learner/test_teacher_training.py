@@ -1,7 +1,5 @@
 """Train steps that learn from the columns of teachers, beside plain loops in float64."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The head: values, gradients and memory of log-probabilities over chunks of logits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

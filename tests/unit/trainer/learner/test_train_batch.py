@@ -1,7 +1,5 @@
 """A batch becomes flat columns with units of credit; what cannot be trained on is refused or left out by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One train step is exact: it equals a plain reference, however it is split; on-policy ratios are 1."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from functools import cache

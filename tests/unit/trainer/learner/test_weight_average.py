@@ -1,7 +1,5 @@
 """The old-logprob source ewma: its average, its resets, and a state that continues it bit by bit."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

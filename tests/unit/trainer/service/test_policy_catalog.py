@@ -1,7 +1,5 @@
 """Versions, references and replayed batches: what is gone, and what only cannot be read now."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

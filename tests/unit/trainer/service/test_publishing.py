@@ -1,7 +1,5 @@
 """Canaries, kept versions, what the queue keeps of a step, and writes that wait for the disk or the store."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """Reports, samples and trackers: a line a step after any restart, and samples that say what was asked and paid."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

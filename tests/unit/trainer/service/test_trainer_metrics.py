@@ -1,7 +1,5 @@
 """Goodput, work of the engines, counters of groups and waste, and the disk of the checkpoints."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The newest state, the initial model, and the progress that a state saves."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
