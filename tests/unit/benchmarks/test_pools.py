@@ -2,14 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.published.pools import (
-    DOCUMENT,
-    PLAIN_RATIO,
-    POOL_RATIOS,
-    SETUPS,
-    SWITCHES,
-    recommendation_document,
-)
+from benchmarks.published.pools import DOCUMENT, PLAIN_RATIO, POOL_RATIOS, SETUPS, SWITCHES, recommendation_document
 from rollmesh.sim.figures import figures
 
 from ..sim.meshes import mesh_settings, run

@@ -8,9 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.published.__main__ import app
-from benchmarks.published.predictions import (
-    arm_settings,
-)
+from benchmarks.published.predictions import arm_settings
 from benchmarks.published.speed_ups import PublishedSpeedUp, published_speed_ups
 
 ROWS = published_speed_ups()

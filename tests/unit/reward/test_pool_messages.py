@@ -14,14 +14,7 @@ from rollmesh.config.load import validate_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.reward.confinement import WorkerConfinement
-from rollmesh.reward.messages import (
-    FrameError,
-    WorkerSpec,
-    frame,
-    read_frame,
-    receive_frame,
-    worker_spec,
-)
+from rollmesh.reward.messages import FrameError, WorkerSpec, frame, read_frame, receive_frame, worker_spec
 from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.reward.reward_service import Scoring
 from rollmesh.reward.worker_pool import WorkerDied

@@ -17,16 +17,7 @@ from rollmesh.scheduling import OnStale, Schedule, decide, needs_groups
 from rollmesh.scheduling.auto_pool import mean_cached_tokens
 from rollmesh.scheduling.axes import StartOrder
 from rollmesh.scheduling.cutting import CutOrder, blocking_groups
-from rollmesh.scheduling.decide import (
-    Admit,
-    BeginAgain,
-    CutBatch,
-    Evict,
-    LeaderStep,
-    Recall,
-    SetDesired,
-    leader_steps,
-)
+from rollmesh.scheduling.decide import Admit, BeginAgain, CutBatch, Evict, LeaderStep, Recall, SetDesired, leader_steps
 from rollmesh.sim.invariants import Invariants
 from rollmesh.sim.queue_model import GroupState, ModelMember, Save
 

@@ -11,12 +11,7 @@ from rollmesh.algorithms.losses import ClipReason
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
-from rollmesh.trainer.learner.step_report import (
-    TokenResults,
-    batch_stats,
-    effective_sample_size,
-    policy_stats,
-)
+from rollmesh.trainer.learner.step_report import TokenResults, batch_stats, effective_sample_size, policy_stats
 from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Segment
 

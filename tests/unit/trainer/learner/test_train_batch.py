@@ -16,15 +16,7 @@ from rollmesh.trainer.learner.train_step import token_columns
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Trajectory, TurnReturn
 from rollmesh.worker.turns import returns_of
 
-from ....kit.made_batches import (
-    VOCAB,
-    batch_of,
-    environment_segment,
-    policy_segment,
-    random_batch,
-    sets_of,
-    trajectory,
-)
+from ....kit.made_batches import VOCAB, batch_of, environment_segment, policy_segment, random_batch, sets_of, trajectory
 from .conftest import VERSIONS, ModelMaker
 from .test_step_inputs import trainer_of
 

@@ -16,13 +16,7 @@ from rollmesh.trainer.learner.forward_backward import score_sequences
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Trajectory
 
-from ....kit.made_batches import (
-    batch_of,
-    policy_segment,
-    random_batch,
-    trajectory,
-    with_kept_sets,
-)
+from ....kit.made_batches import batch_of, policy_segment, random_batch, trajectory, with_kept_sets
 from ....kit.trainer_reference import ReferenceTrainer, largest_difference
 from .conftest import VERSIONS, ModelMaker, exported, make_trainer, trained
 
