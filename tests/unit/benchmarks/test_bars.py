@@ -1,12 +1,16 @@
-"""A figure on the wrong side of its bar is named, and ``--check`` ends with status 1."""
+"""A figure on the wrong side of its bar ends ``--check`` with status 1; run files of the simulator check."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.frame import Bar, Measure, at_least, at_most, compared, missed, run_command
+from benchmarks.processes import write_run_file
+from benchmarks.sim_check import ARMS, CELLS, run, run_file
+from rollmesh.errors import ConfigError
 
 BARS = (at_least("ratio", 0.25), at_least("value", 1000.0))
 
@@ -67,3 +71,20 @@ def test_the_help_names_the_benches_and_the_options_of_one(words: list[str], sta
     done = subprocess.run([sys.executable, "-m", "benchmarks", *words], capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert ("--check" in done.stdout) and ("sglang" in done.stdout) is (words[0] != "train")
+
+
+@pytest.mark.parametrize("arm", ["sync", *ARMS])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_every_arm_has_a_run_file_that_is_read_back(tmp_path: Path, arm: str, cell) -> None:
+    config = write_run_file(tmp_path / "run.yaml", run_file(arm, cell, 3, 8, tmp_path / "run"))
+    assert (config.schedule.preset, config.seed, config.trainer.train_steps) == (arm, 3, 9)
+    assert (config.generator.pace is not None) == cell.is_paced
+    assert (config.generator.on_new_version == "keep_kv") == (arm == "pipeline")
+    assert (config.trainer.algorithm.loss == "decoupled_ppo") == (arm == "areal")
+
+
+@pytest.mark.parametrize(("arm", "reason"), [("nosuch", "known are .*copris"), ("sync", "calibrated")])
+def test_an_arm_that_cannot_be_predicted_is_refused_before_the_first_run(tmp_path: Path, arm: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"--arm {arm}: .*{reason}"):
+        run(arm=["copris", arm], output=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Published speed-ups, their predictions, and the section of docs/simulator-published.md about them."""
+"""Published speed-ups and recommendations: their predictions, and the documents about them."""
 
 import json
 import re
@@ -8,11 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.published.__main__ import app
+from benchmarks.published.pools import DOCUMENT, PLAIN_RATIO, POOL_RATIOS, SETUPS, SWITCHES, recommendation_document
 from benchmarks.published.predictions import arm_settings
 from benchmarks.published.speed_ups import PublishedSpeedUp, published_speed_ups
+from rollmesh.sim.figures import figures
+
+from ..sim.meshes import mesh_settings, run
 
 ROWS = published_speed_ups()
-DOCUMENT = Path(__file__).parents[3] / "docs" / "simulator-published.md"
+SPEED_UPS_DOCUMENT = Path(__file__).parents[3] / "docs" / "simulator-published.md"
 
 
 def row(name: str) -> PublishedSpeedUp:
@@ -71,3 +75,22 @@ def test_the_command_prints_the_predictions_that_the_document_has(monkeypatch: p
     for each in found:
         committed = float(line_of(each["row"])[5])
         assert each["simulated"] == pytest.approx(committed, rel=0.02), "run: make sim-fidelity"
+
+
+COMMITTED = Path(__file__).parents[3] / "docs" / DOCUMENT
+
+
+def test_the_document_compares_each_row_with_the_plain_one():
+    small, large = (figures(run(mesh_settings("copris", steps=4, pool_size=size))[1], 8) for size in (4, 24))
+    rows = [f"{ratio:g}" for ratio in POOL_RATIOS] + list(SWITCHES)
+    results = {(setup.title, row): [large if row == f"{PLAIN_RATIO:g}" else small] for setup in SETUPS for row in rows}
+    gain = small.trained_tokens_per_second / large.trained_tokens_per_second - 1
+    text = recommendation_document(results)
+    assert text.count(f"| {gain:+.1%} |") == len(SETUPS) * len(SWITCHES)
+    committed = COMMITTED.read_text()
+    assert first_cells(text) == first_cells(committed), "run: make sim-recommend"
+    assert text.partition("## Pools")[0] == committed.partition("## Pools")[0], "run: make sim-recommend"
+
+
+def first_cells(text: str) -> list[str]:
+    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
