@@ -19,7 +19,6 @@ LISTS = st.lists(st.lists(st.integers(0, LARGEST_ID), max_size=5, unique=True).m
 
 def lists_of(sets: KeptSets | None) -> list[list[int]]:
     """The set of every token, by a loop."""
-    assert sets is not None
     assert sets.counts.dtype == sets.ids.dtype == np.int32
     rest, lists = sets.ids.tolist(), []
     for count in sets.counts.tolist():

@@ -70,6 +70,5 @@ async def opened_session(desk: SessionManager, rollout: RolloutContext) -> tuple
         await asyncio.sleep(0)
     run = asyncio.create_task(desk.run(rollout))
     session = await opened
-    assert session is not None
     rollout.active.add(sampled(3))
     return session, run

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 
-from rollmesh.agents.chat_format import AnswerMessage, ChatFormats, NamedTokenizer, RendererFormat
+from rollmesh.agents.chat_format import AnswerMessage, ChatFormats, NamedTokenizer
 from rollmesh.agents.context_match import Context, Differs, Fits, Match, Repeats, Tail, TurnMark, mark_turn, match_next
 from rollmesh.agents.openai_answers import MessageSoFar
 from rollmesh.config.load import validate_run_config
@@ -86,7 +86,6 @@ class Talk:
         self.tokenizer, self.family = tokenizer, family
         self.renderer: Any = create_renderer(NamedTokenizer(tokenizer), config_from_name(family))
         chat = ChatFormats(config(tokenizer.folder, renderer=family), tokenizer).renderer_format({})
-        assert isinstance(chat, RendererFormat)
         self.chat = chat
         self.messages: list[dict[str, Any]] = []
 
@@ -140,7 +139,6 @@ def test_the_tokens_of_a_conversation_are_those_sampled_and_what_came_between(
         before = list(talk.messages)
         answer = talk.answer(said)
         assume(answer is not None)
-        assert answer is not None
         message = talk.chat.message(recorded, answer.tolist(), TOOLS, read_calls=True)
         assert [call["function"]["name"] for call in message.tool_calls] == ["add"] * len(said["calls"])
         assert not message.invalid_tool_calls
@@ -172,7 +170,6 @@ def test_the_tokens_of_a_conversation_are_those_sampled_and_what_came_between(
 def test_a_call_that_does_not_parse_is_typed_and_the_others_are_read(tmp_path: Path) -> None:
     tokenizer = make_family_tokenizer(tmp_path, "qwen3")
     chat = ChatFormats(config(tmp_path, renderer="qwen3"), tokenizer).renderer_format({})
-    assert chat is not None
     text = (
         '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
         '<tool_call>\n{"name": "add", "arg\n</tool_call>\n<tool_call>\n{"name": "add"'
@@ -197,7 +194,6 @@ def test_a_call_that_does_not_parse_is_typed_and_the_others_are_read(tmp_path: P
 def test_a_call_that_no_client_could_send_back_is_typed_and_never_an_error(tmp_path: Path, call: str) -> None:
     tokenizer = make_family_tokenizer(tmp_path, "qwen3")
     chat = ChatFormats(config(tmp_path, renderer="qwen3"), tokenizer).renderer_format({})
-    assert chat is not None
     said = chat.message(NONE, tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>").tolist(), TOOLS, read_calls=True)
     assert not said.tool_calls and len(said.invalid_tool_calls) == 1
     json.dumps(said.invalid_tool_calls, ensure_ascii=False).encode()

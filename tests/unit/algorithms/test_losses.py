@@ -164,8 +164,7 @@ NAMES = sorted(LOSSES.methods)
 
 def evaluate(name: str, data: LossInput, options: LossOptions) -> TokenLoss:
     """The loss with the defaults of its own options."""
-    result: TokenLoss = LOSSES.bind(name, {})(data, options)
-    return result
+    return LOSSES.bind(name, {})(data, options)
 
 
 @pytest.mark.parametrize("name", NAMES)

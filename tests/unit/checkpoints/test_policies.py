@@ -273,7 +273,6 @@ def test_latest_names_the_newest_announced_policy_and_never_an_older_one(store: 
 def test_an_adapter_opens_with_its_base(store: CheckpointStore) -> None:
     base = publish(store, 0)
     policy = store.open(publish_adapter(store, 1, base))
-    assert policy.base is not None
     assert policy.base.folder == store.root / base.path
     assert (policy.manifest.kind, policy.base.manifest.kind) == ("adapter", "full")
     assert {f.path for f in policy.manifest.files} == {"adapter_config.json", "adapter_model.safetensors"}

@@ -44,7 +44,6 @@ def zeros(step: int) -> dict[str, torch.Tensor]:
 def test_a_committed_state_fills_tensors_in_place(store: CheckpointStore) -> None:
     save(store, 3)
     state = store.latest_committed()
-    assert state is not None
     assert state.train_step == 3
     empty = zeros(3)
     assert store.load_state(state, empty) == {"lr_step": 3}
@@ -62,7 +61,6 @@ def test_a_state_without_a_complete_commit_does_not_count(store: CheckpointStore
     for length in range(0, len(whole), 11):
         marker.write_bytes(whole[:length])
         latest = store.latest_committed()
-        assert latest is not None
         assert latest.train_step == 1
     marker.unlink()
     assert [s.train_step for s in store.committed_states()] == [1]

@@ -96,15 +96,11 @@ def _own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampler(name: str, **options: Any) -> PromptSampler:
-    found = load_sampler(CurriculumConfig(sampler=name, sampler_options=options))
-    assert found is not None
-    return found
+    return load_sampler(CurriculumConfig(sampler=name, sampler_options=options))
 
 
 def turns(name: str, options: dict[str, Any], most: int = 9) -> Budget:
-    found = load_budget("turn_budget", name, options, most=most, train_steps=10)
-    assert found is not None
-    return found
+    return load_budget("turn_budget", name, options, most=most, train_steps=10)
 
 
 def test_the_planner_of_the_examples_asks_for_one_more_answer_until_one_is_right() -> None:

@@ -193,9 +193,7 @@ SIRI = {"shortest": 8192, "longest": 16384}
 
 
 def budget(name: str, options: dict[str, Any], most: int = 10**6) -> Budget:
-    found = load_budget("token_budget", name, options, most=most, train_steps=1000)
-    assert found is not None
-    return found
+    return load_budget("token_budget", name, options, most=most, train_steps=1000)
 
 
 def test_the_cosine_budget_has_the_numbers_of_siri() -> None:
@@ -260,12 +258,10 @@ class Planner:
     continues: Callable[[GroupOutcome], Any]
 
     def first(self, seen: PromptRecord | None, group_size: int) -> Round:
-        found: Round = self.begins()
-        return found
+        return self.begins()
 
     def next(self, group: GroupOutcome) -> Round | None:
-        found: Round | None = self.continues(group)
-        return found
+        return self.continues(group)
 
 
 def rules(first: Any = None, following: Any = None, **changes: Any) -> RoundRules:
@@ -292,7 +288,6 @@ def test_a_run_with_a_group_shaper_alone_has_one_round_of_the_members_of_its_sch
     found = RoundRules.from_config(
         run_config("curriculum.group_shaper=dot curriculum.group_shaper_options.alpha=1"), group_size=8, spare_members=2
     )
-    assert found is not None
     assert found.first(None) == Round(needed=8, launched=10)
     closing = found.decide(group(), {}).closing
     assert closing is not None and closing.shaped_rewards == (0.0, 0.5, 1.0, 1.5)

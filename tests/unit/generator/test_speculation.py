@@ -36,8 +36,7 @@ def speculating(monkeypatch: pytest.MonkeyPatch, engine_of: Callable[..., Any]) 
     monkeypatch.setattr(speculation, "_QUIET_MISSES", 100)
 
     async def make(**options: Any) -> TorchEngine:
-        engine: TorchEngine = await engine_of(speculation="history", **options)
-        return engine
+        return await engine_of(speculation="history", **options)
 
     return make
 

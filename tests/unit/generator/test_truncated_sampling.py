@@ -50,7 +50,6 @@ def test_a_million_draws_follow_the_renormalised_distribution_of_transformers(pa
         noise = torch.from_numpy(uniforms(keys, np.full(ROWS, position)))[:, None]
         drawn = sample(rows, noise, sampling)
         counts += np.bincount(drawn.tokens.numpy(), minlength=CHOICES)
-        assert drawn.kept_sets is not None
         assert (drawn.kept_sets.counts == len(kept)).all() and (drawn.kept_sets.ids.reshape(ROWS, -1) == kept).all()
         np.testing.assert_allclose(drawn.logprobs.numpy(), np.log(wanted[drawn.tokens.numpy()]), atol=1e-6)
     assert counts.sum() == counts[kept].sum() == DRAWS
@@ -65,7 +64,6 @@ def test_equal_probabilities_are_kept_by_id_whatever_the_other_rows_of_a_step_ar
     for company in companies:
         sampling = step_sampling(narrow, company, company, narrow, choices=choices)
         sets = sample(logits, noise, sampling).kept_sets
-        assert sets is not None
         for row, ids in ((0, sets.ids[:9]), (3, sets.ids[-9:])):
             values = logits[row].tolist()
             assert ids.tolist() == sorted(sorted(range(choices), key=lambda i, v=values: (-v[i], i))[:9])
@@ -85,7 +83,6 @@ def test_rows_of_one_step_are_truncated_each_by_its_own_parameters() -> None:
     logits[3] = logits[1]
     noise = torch.full((len(params), 1), 0.4, dtype=torch.float64)
     tokens, logprobs, sets = sample(logits, noise, step_sampling(*params))
-    assert sets is not None
     kept = np.split(sets.ids, np.cumsum(sets.counts))[:-1]
     for row, ids in zip((1, 4), kept[:2], strict=True):
         assert ids.tolist() == hf_truncated(logits[row : row + 1], params[row])[0].nonzero().flatten().tolist()

@@ -31,7 +31,6 @@ def test_a_run_without_a_token_gets_one_that_only_its_owner_reads_and_its_servic
     service = load_run_config(tmp_path / "config.yaml", environ=child_environment(config, "unix:///redis.sock"))
     security = PortSecurity.from_config(service.security)
     assert security.sent_token == file.read_text().strip()
-    assert security.tokens is not None
     assert security.tokens.refusal("Bearer guess")
     assert security.http_refusal("", verified_certificate=False) == ""
 

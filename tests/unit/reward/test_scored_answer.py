@@ -47,8 +47,7 @@ class Recorder:
         self.seen.append((response, prompt_metadata))
         if isinstance(self.result, BaseException):
             raise self.result
-        result: float | RewardParts = self.result
-        return result
+        return self.result
 
 
 def payload(

@@ -110,7 +110,6 @@ def test_a_line_longer_than_a_part_is_skipped_and_the_next_ones_are_read(tmp_pat
 def test_the_holder_is_read_back_from_what_it_writes(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text(lock_text())
     holder = lock_holder(tmp_path)
-    assert holder is not None
     assert (holder.pid, holder.host, holder.is_here) == (os.getpid(), socket.gethostname(), True)
     assert str(holder) == f"pid {os.getpid()} on {socket.gethostname()}"
 

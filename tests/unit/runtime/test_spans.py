@@ -38,7 +38,6 @@ async def test_children_of_any_process_join_the_trace_whose_root_comes_last(memo
     spans.span("trajectory", HOME, root=True, start_ns=5).end()
     found = finished(memory)
     home = TraceContext.parse(HOME)
-    assert home is not None
     assert {span.context.trace_id for span in found.values()} == {home.trace_id}
     assert found["trajectory"].parent is None
     assert found["trajectory"].context.span_id == home.span_id

@@ -181,7 +181,6 @@ def test_no_order_lets_a_group_pass_the_bound(seed: int) -> None:
             ready.append(group(index, step, tokens=random_.randrange(1, 100)))
             index += 1
         cut = decide(rules, at_step(step, ready=ready)).cut
-        assert cut is not None
         if long.group_id in cut:
             return
         ready = [g for g in ready if g.group_id not in cut]

@@ -94,7 +94,6 @@ def masked(tokens: list[int], masks: list[list[int]]) -> dict[str, Any]:
 
 def test_the_sets_of_an_answer_ascend_and_its_logprobs_are_those_over_them():
     found = read(masked([5, 6, 7], [[9, 5], [6], [7, 1, 8]]), kept_tokens=3)
-    assert found.kept_sets is not None
     assert (found.kept_sets.counts.tolist(), found.kept_sets.ids.tolist()) == ([2, 1, 3], [5, 9, 6, 1, 7, 8])
     assert found.logprobs.tolist() == [-0.25] * 3
     kept, _ = without(replace(found, spans=piece((3, 1), (4, 2)).spans), {4}, 0)

@@ -69,7 +69,6 @@ def test_a_chat_prompt_is_told_as_the_messages_it_was_rendered_from(chat: Tokeni
     tasks = [task_of(prompt_from_pb(prompt_to_pb(AgentPrompts(source, chat, "task").prompt(0, i)))) for i in range(2)]
     assert [task.messages for task in tasks] == [messages, [{"role": "user", "content": "5 6 >"}]]
     for index, task in enumerate(tasks):
-        assert task.messages is not None
         assert chat.render_chat(task.messages).tolist() == source.prompt(0, index).token_ids.tolist()
         assert task.metadata == {"answer": "7"}
     assert "_messages" not in build_prompt_source(config, chat, 0).prompt(0, 0).metadata

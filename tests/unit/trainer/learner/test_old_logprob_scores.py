@@ -77,7 +77,6 @@ def check(run: Run, tokens: list[TokenExplanation], expected: Mapping[tuple[int,
     scores = {(i, v): score(run.folders[v], members[i]) for i in members for v in VERSIONS}
     assert len(tokens) == 21
     for token in tokens:
-        assert token.policy_version is not None
         by = expected[token.policy_version, token.pure]
         value = token.behavior_logprob if by is None else scores[token.trajectory_id, by][token.position]
         assert token.old_logprob == pytest.approx(float(value), abs=1e-5), token

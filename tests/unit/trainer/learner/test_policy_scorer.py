@@ -96,7 +96,6 @@ def test_peft_loads_the_folder_above_the_base(published: Published) -> None:
     assert sorted(path.name for path in policy.folder.iterdir()) == [
         *("adapter_config.json", "adapter_model.safetensors", "manifest.json")
     ]
-    assert policy.base is not None
     base = AutoModelForCausalLM.from_pretrained(policy.base.folder)
     model = PeftModel.from_pretrained(base, policy.folder).eval()
     for ids, expected in zip(IDS, published.trainer.logprobs(IDS), strict=True):

@@ -32,7 +32,6 @@ def trainer_of(folder: Path, teacher: dict[str, Any], **algorithm: Any) -> Polic
 
 def by_hand(member: Trajectory, coefficient: float, discount: float) -> list[float | None]:
     """The advantages of a response by the reverse KL; None for a token of the environment."""
-    assert member.teacher is not None
     ratios: list[float | None] = []
     for segment in member.segments:
         for k in range(len(segment)):
@@ -135,7 +134,6 @@ def test_every_token_is_explained_by_its_own_advantage(make_model: ModelMaker, w
         for member in group.trajectories:
             own = (member.shaped_reward - statistics.fmean(given)) if with_reward else 0.0
             wanted += [0.0 if value is None else value + own for value in by_hand(member, 2.0, 0.5)]
-            assert member.teacher is not None
             columns += member.teacher.logprobs.tolist()
     tokens = list(trainer_of(make_model("qwen2"), teacher, advantage="dr_grpo").explain(batch, VERSIONS))
     assert [token.advantage for token in tokens] == pytest.approx(wanted, abs=1e-5)
@@ -165,7 +163,6 @@ def test_a_trajectory_without_an_advantage_of_the_reward_has_a_pass(make_model: 
 def test_a_cut_response_takes_the_beginning_of_its_column(make_model: ModelMaker) -> None:
     whole = with_teacher(PLAIN, 6)
     first = whole.groups[0].trajectories[0]
-    assert first.teacher is not None
     longer = replace(first.teacher, logprobs=np.append(first.teacher.logprobs, np.float32(-1)))
     trainer = trainer_of(make_model("qwen2"), {"reverse_kl_coefficient": 1.0})
     cut = with_member(whole, replace(first, teacher=longer, cut_token_count=1))

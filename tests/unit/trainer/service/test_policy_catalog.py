@@ -27,7 +27,6 @@ def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Pat
     catalog = PolicyCatalog(checkpoints)
     catalog.update(records)
     verified = catalog.folder(1)
-    assert verified is not None
     assert verified.is_dir()
     checkpoints.prune(records, keep_last=1, keep_versions=(), session="abc")
     assert catalog.folder(1) is None
@@ -75,7 +74,6 @@ def test_a_version_is_verified_once_while_it_stays(tmp_path: Path) -> None:
     catalog = PolicyCatalog(checkpoints)
     catalog.update([publish(checkpoints, 0)])
     folder = catalog.folder(0)
-    assert folder is not None
     (folder / "model.safetensors").write_bytes(b"changed")
     assert catalog.folder(0) == folder, "reading gigabytes again for every look-up would cost too much"
     assert PolicyCatalog(checkpoints).folder(0) is None
