@@ -69,6 +69,14 @@ def logprob_over(kept: Sequence[int], token: int, logits: torch.Tensor, temperat
     return float(logits[token]) / temperature - max(z) - math.log(math.fsum(math.exp(each - max(z)) for each in z))
 
 
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Probability of a chi-square at least as large, from the incomplete gamma function."""
+    expected = probabilities * counts.sum()
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    degrees = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees, torch.tensor(statistic / 2)))
+
+
 def prompt_ids(seed: int, count: int = 12) -> Int32Array:
     return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
 

@@ -20,7 +20,7 @@ from rollmesh.generator.engines.torch.speculation import Gate
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import FinishReason
 
-from ...kit.generation import VOCAB, Rollout, Running, collect, hf_logits, make_call, prompt_ids
+from ...kit.generation import VOCAB, Rollout, Running, collect, hf_logits, make_call, p_value, prompt_ids
 from ...kit.waiting import reached
 from .made_steps import always_draft
 
@@ -202,13 +202,6 @@ async def test_a_policy_of_another_tokenizer_drops_the_history_and_says_so_once(
         assert drafted > 0
 
 
-def p_value(counts: np.ndarray) -> float:
-    """Probability of a chi-square at least as large if all counts have the same expectation."""
-    expected = counts.mean()
-    statistic = torch.tensor(((counts - expected) ** 2 / expected).sum() / 2)
-    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic))
-
-
 @pytest.mark.parametrize("draws", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 async def test_tokens_follow_the_exact_distribution_of_the_model(model_folder, speculating, draws):
     """Each token becomes a number in the interval of its probability: these numbers are uniform, in 50 classes."""
@@ -227,7 +220,7 @@ async def test_tokens_follow_the_exact_distribution_of_the_model(model_folder, s
             counts += np.bincount(np.minimum(place * 50, 49).astype(np.int64), minlength=50)
     drafted = engine.status().speculation
     assert counts.sum() == draws and drafted.accepted_token_total > draws / 50
-    assert p_value(counts) > 0.001
+    assert p_value(counts, np.full(50, 1 / 50)) > 0.001
 
 
 async def test_an_engine_whose_drafts_bring_nothing_stops_to_use_them_and_one_whose_do_goes_on(engine_of):

@@ -10,7 +10,7 @@ import torch
 from rollmesh.generator.engines.torch.sampling import PARAMETERS, StepSampling, sample, uniforms
 from rollmesh.types import SamplingParams
 
-from ...kit.generation import VOCAB, collect, hf_truncated, logprob_over, make_call, prompt_ids, start_calls
+from ...kit.generation import VOCAB, collect, hf_truncated, logprob_over, make_call, p_value, prompt_ids, start_calls
 
 DRAWS, ROWS, CHOICES = 1_000_000, 20_000, 20
 TRUNCATED = {"top_p": 0.8, "kept_tokens": VOCAB}
@@ -19,14 +19,6 @@ TRUNCATED = {"top_p": 0.8, "kept_tokens": VOCAB}
 def step_sampling(*params: SamplingParams, choices: int = VOCAB) -> StepSampling:
     rows = [tuple(getattr(each, name) for name in PARAMETERS.names or ()) for each in params]
     return StepSampling.of_rows(np.array(rows, PARAMETERS), choices, torch.device("cpu"))
-
-
-def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Probability of a chi-square at least as large, from the incomplete gamma function."""
-    expected = probabilities * counts.sum()
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    degrees = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(degrees, torch.tensor(statistic / 2)))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Conditions under which refused policies end a run."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,11 +11,10 @@ from rollmesh.rollout.leader_parts import RefusedPolicies, engine_load
 from rollmesh.rollout.rollout_metrics import MeshMetrics, unclaimed_staleness
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
-from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
 from rollmesh.worker.routing import refused_by_all
 
-from ...kit.records import generator_record
+from ...kit.records import generator_record, store_counts
 
 
 def generator(refused: int | None, count: int = 1) -> GeneratorRecord:
@@ -160,14 +158,8 @@ def test_a_pause_names_its_reason(view: MeshView, desired: bool, failed: bool, r
     assert shown == reasons
 
 
-def counts(**changes: Any) -> StoreCounts:
-    names = ("scoring_queue", "sessions", "dead_letters", "used_memory_bytes", "max_memory_bytes")
-    states = ("trajectories", "groups", "totals", "drops", "dropped_tokens", "drop_deciles")
-    return StoreCounts(**{**dict.fromkeys(names, 0), **{name: {} for name in states}, **changes})
-
-
 @pytest.mark.parametrize(("rests_since", "steps"), [(None, 0), (7, 0), (5, 2)])
 def test_a_rest_is_as_old_as_the_policies_that_were_announced_since(rests_since: int | None, steps: int) -> None:
     metrics = Metrics("rollout")
-    MeshMetrics(metrics).counted(counts(oldest_rest_step=rests_since), 7)
+    MeshMetrics(metrics).counted(store_counts(oldest_rest_step=rests_since), 7)
     assert exported(metrics, "oldest_rest_steps") == steps
