@@ -31,3 +31,9 @@ def write_run(folder: Path, data: dict[str, Any], sections: Mapping[str, Mapping
     data |= {name: {**data.get(name, {}), **section} for name, section in sections.items()}
     (folder / "run.yaml").write_text(yaml.safe_dump(data))
     return load_run_config(folder / "run.yaml", environ={})
+
+
+def made_run(folder: str | Path = "runs/trial", **sections: Any) -> RunConfig:
+    """The shortest run file with further sections."""
+    least = {"name": "trial", "folder": str(folder), "model": {"path": "recipe:countdown"}}
+    return RunConfig.model_validate(least | sections)

@@ -20,12 +20,12 @@ from renderers import config_from_name, create_renderer
 from rollmesh.agents.chat_format import AnswerMessage, ChatFormats, NamedTokenizer
 from rollmesh.agents.context_match import Context, Differs, Fits, Match, Repeats, Tail, TurnMark, mark_turn, match_next
 from rollmesh.agents.openai_answers import MessageSoFar
-from rollmesh.config.load import validate_run_config
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.text import Tokenizer
 
 from ...kit.chat_tokenizers import make_tokenizer
 from ...kit.family_tokenizers import make_family_tokenizer
+from ...kit.run_files import made_run
 
 FAMILIES = (
     "qwen3", "prime-qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "qwen3-vl", "gemma4", "glm-4.5", "glm-5", "glm-5.1",
@@ -46,9 +46,7 @@ NONE = np.empty(0, np.int32)
 
 
 def config(folder: Path, **agents: Any) -> Any:
-    return validate_run_config(
-        {"name": "x", "folder": str(folder), "model": {"path": str(folder)}, "agents": agents}, folder
-    )
+    return made_run(folder, str(folder), agents=agents)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -18,11 +18,11 @@ from rollmesh.agents.openai_messages import Closed
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request, read_model
 from rollmesh.agents.unrecorded import UnrecordedCalls
-from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array
 
 from ...kit.chat_tokenizers import CHATML, make_tokenizer
+from ...kit.run_files import made_run
 
 CHAT: dict[str, Any] = {"model": "trial", "messages": [{"role": "user", "content": "hello"}]}
 TEXT: dict[str, Any] = {"model": "trial", "prompt": "hello"}
@@ -43,13 +43,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
-    data = {
-        "name": "trial",
-        "folder": str(tmp_path),
-        "model": {"path": "m"},
-        "rollout": {"program": "agent", "temperature": 0.8},
-    }
-    return validate_run_config(data, "test")
+    return made_run(tmp_path, rollout={"program": "agent", "temperature": 0.8})
 
 
 @pytest.mark.parametrize(

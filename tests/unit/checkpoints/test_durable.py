@@ -15,8 +15,9 @@ import pytest
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.durable import disk_full_error, remove_tree
 from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE, lineage, run_secret
-from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
+
+from ...kit.run_files import made_run
 
 
 @pytest.fixture
@@ -107,25 +108,20 @@ def test_a_short_secret_file_is_refused(tmp_path: Path) -> None:
         run_secret(tmp_path)
 
 
-def run_in(folder: Path, **sections: Any) -> RunConfig:
-    data = {"name": "pods", "folder": str(folder), "model": {"path": "recipe:countdown"}, **sections}
-    return RunConfig.model_validate(data)
-
-
 def test_services_without_a_shared_run_folder_are_told_what_they_must_share(tmp_path: Path) -> None:
     network = {"shared_folder": False}
     shared = str(tmp_path / "shared")
 
     with pytest.raises(ConfigError, match=r"checkpoints\.folder .*ROLLMESH_CHECKPOINTS__FOLDER"):
-        open_checkpoints(run_in(tmp_path, network=network, checkpoints={"secret": "s" * 32}))
+        open_checkpoints(made_run(tmp_path, network=network, checkpoints={"secret": "s" * 32}))
     with pytest.raises(ConfigError, match=r"checkpoints\.secret .*ROLLMESH_CHECKPOINTS__SECRET"):
-        open_checkpoints(run_in(tmp_path, network=network, checkpoints={"folder": shared}))
+        open_checkpoints(made_run(tmp_path, network=network, checkpoints={"folder": shared}))
     assert not (tmp_path / "secret").exists()
 
     sections = {"network": network, "checkpoints": {"folder": shared, "secret": "s" * 32}}
-    assert str(open_checkpoints(run_in(tmp_path, **sections)).root) == shared
+    assert str(open_checkpoints(made_run(tmp_path, **sections)).root) == shared
 
 
 def test_a_folder_that_nobody_can_create_is_a_wrong_setting_and_no_crash_to_retry(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/proc/rollmesh/checkpoints"):
-        open_checkpoints(run_in(tmp_path, checkpoints={"folder": "/proc/rollmesh/checkpoints"}))
+        open_checkpoints(made_run(tmp_path, checkpoints={"folder": "/proc/rollmesh/checkpoints"}))

@@ -24,6 +24,8 @@ from rollmesh.errors import ConfigError
 from rollmesh.file_writes import write_text
 from rollmesh.launcher.local_mesh import Interrupted
 
+from ...kit.run_files import made_run
+
 ROOT: Any = get_command(app)
 
 
@@ -136,8 +138,7 @@ async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signa
 
 
 def run(tmp_path: Path, **generator: object) -> RunConfig:
-    sections = {"name": "r", "folder": str(tmp_path), "model": {"path": str(tmp_path)}, "generator": generator}
-    return RunConfig.model_validate(sections)
+    return made_run(tmp_path, str(tmp_path), generator=generator)
 
 
 def test_words_name_services_and_their_replicas(tmp_path: Path) -> None:

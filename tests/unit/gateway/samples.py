@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rollmesh.config import RunConfig
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.mesh_snapshot import MeshSnapshot, build_overview
 from rollmesh.gateway.models.live import Overview, Rates
@@ -12,17 +11,10 @@ from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
 
 from ...kit.records import generator_record, mesh_view
+from ...kit.run_files import made_run
 
-SCHEDULE = Schedule.from_config(
-    RunConfig.model_validate(
-        {
-            "name": "demo",
-            "folder": "runs/demo",
-            "model": {"path": "model"},
-            "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
-        }
-    )
-)
+_FIELDS = {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4}
+SCHEDULE = Schedule.from_config(made_run(schedule=_FIELDS))
 
 
 def generator(instance_id: str = "one", **changes: Any) -> GeneratorRecord:

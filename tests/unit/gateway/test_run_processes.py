@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.config.load import validate_run_config
 from rollmesh.gateway import run_processes
 from rollmesh.gateway.models.items import ProcessView
 from rollmesh.gateway.run_processes import RunProcesses, service_of
@@ -17,6 +16,8 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import service_specs
 from rollmesh.runtime.locks import LOCK_FILE, lock_text
 from rollmesh.runtime.request_guard import NotFound
+
+from ...kit.run_files import made_run
 
 DEADLINE_SECONDS = 300.0
 _BUSY = """
@@ -51,19 +52,14 @@ def _listed(processes: RunProcesses) -> dict[str, ProcessView]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_command_of_the_launcher_names_its_service(tmp_path: Path, ranks: int) -> None:
-    config = validate_run_config(
-        {
-            "name": "run",
-            "folder": str(tmp_path),
-            "model": {"path": "recipe:countdown"},
-            "generator": {"replicas": 2},
-            "launcher": {"trainer_processes": ranks, "reward_replicas": 3, "agents_replicas": 2},
-            "agents": {"enabled": True},
-            "teachers": {"large-1": {"model": "m", "replicas": 2}, "far": {"address": "far:7070", "domains": ["law"]}},
-            "trainer": {"algorithm": {"teacher": {"reverse_kl_coefficient": 1}}},
-            "data": {"source": {"type": "jsonl", "path": "rows.jsonl"}, "domain_field": "domain"},
-        },
-        "test",
+    config = made_run(
+        tmp_path,
+        generator={"replicas": 2},
+        launcher={"trainer_processes": ranks, "reward_replicas": 3, "agents_replicas": 2},
+        agents={"enabled": True},
+        teachers={"large-1": {"model": "m", "replicas": 2}, "far": {"address": "far:7070", "domains": ["law"]}},
+        trainer={"algorithm": {"teacher": {"reverse_kl_coefficient": 1}}},
+        data={"source": {"type": "jsonl", "path": "rows.jsonl"}, "domain_field": "domain"},
     )
     specs = service_specs(config, RunFolder(tmp_path), {})
     assert len(specs) >= 11

@@ -19,6 +19,8 @@ from rollmesh.generator.main import serve
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.lifecycle import Shutdown
 
+from ...kit.run_files import made_run
+
 
 def serving() -> ServingState:
     serving_state = ServingState()
@@ -181,15 +183,8 @@ async def test_a_start_that_fails_after_the_engine_was_built_closes_the_engine(
     monkeypatch.setitem(ENGINES, "sglang", EngineDeclaration(build=build))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        config = RunConfig.model_validate(
-            {
-                "name": "x",
-                "folder": str(tmp_path),
-                "model": {"path": "models/tiny"},
-                "generator": {"engine": "sglang", "sglang": {"url": "http://127.0.0.1:1"}},
-                "network": {"admin_port": port},
-            }
-        )
+        generator = {"engine": "sglang", "sglang": {"url": "http://127.0.0.1:1"}}
+        config = made_run(tmp_path, "models/tiny", generator=generator, network={"admin_port": port})
         with pytest.raises(ConfigError, match=f"{port}"):
             await serve(config, 0, Shutdown())
     assert [engine.closed for engine in built] == [True]

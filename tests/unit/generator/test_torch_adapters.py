@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.config.load import validate_run_config
 from rollmesh.config.model import AdapterConfig
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines import call_limits
@@ -22,6 +21,7 @@ from rollmesh.types import FinishReason
 
 from ...kit.adapters import ALL_LINEAR, ALPHA, RANK, change_config, change_tensors, merge, write_adapter
 from ...kit.generation import Rollout, Running, collect, hf_logprobs, make_call, prompt_ids
+from ...kit.run_files import run_config
 from .conftest import CONFIGS, ModelMaker
 from .made_steps import always_draft
 
@@ -267,8 +267,6 @@ def test_a_target_that_the_base_lacks_and_experts_are_refused_at_the_start(base:
 
 
 def test_an_engine_keeps_the_versions_of_the_staleness_bound_and_two_more() -> None:
-    data: dict[str, Any] = {"name": "run", "folder": "run", "model": {"path": "model"}}
-    assert AdapterSettings.from_config(validate_run_config(data, "made")) is None
-    data["model"]["adapter"], data["schedule"] = {"rank": 4}, {"max_staleness": 3}
-    settings = AdapterSettings.from_config(validate_run_config(data, "made"))
+    assert AdapterSettings.from_config(run_config()) is None
+    settings = AdapterSettings.from_config(run_config("model.adapter.rank=4 schedule.max_staleness=3"))
     assert settings is not None and settings.kept_versions == 5

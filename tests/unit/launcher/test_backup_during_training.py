@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.config.load import validate_run_config, write_run_config
+from rollmesh.config.load import write_run_config
 from rollmesh.launcher.backup import back_up
 from rollmesh.launcher.run_folder import RunFolder
 
 from ...kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_batch
+from ...kit.run_files import made_run
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     """Checkpoints of a run with one train step."""
     (tmp_path / "run").mkdir()
-    config = {"name": "run", "folder": str(tmp_path / "run"), "model": {"path": "made"}}
-    write_run_config(validate_run_config(config, "made"), RunFolder(tmp_path / "run").config_file)
+    write_run_config(made_run(tmp_path / "run"), RunFolder(tmp_path / "run").config_file)
     store = CheckpointStore(tmp_path / "run" / "checkpoints", SECRET)
     write_batch(store, make_batch(1), CURSOR)
     save(store, 1)

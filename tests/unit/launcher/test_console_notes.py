@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from rollmesh.checkpoints.sealing import api_token
-from rollmesh.config import RunConfig
 from rollmesh.launcher.console_notes import AddressNotes, RewardNotes, ServiceWatch
 from rollmesh.launcher.supervisor import Supervisor
 from rollmesh.runtime.endpoints import AdminClient, Endpoint, ServiceStates, published_endpoint
+
+from ...kit.run_files import made_run
 
 URL = "http://127.0.0.1:1/"
 OWN = "a-token-of-ours"
@@ -19,9 +20,7 @@ OWN = "a-token-of-ours"
 @pytest.mark.parametrize("own", [None, OWN], ids=["generated", "own"])
 async def test_only_a_generated_token_is_in_the_link_of_the_page(tmp_path: Path, own: str | None) -> None:
     """A token of the operator's own may open more than this run, and consoles are kept in logs."""
-    config = RunConfig.model_validate(
-        {"name": "trial", "folder": str(tmp_path), "model": {"path": "model"}, "gateway": {"token": own}}
-    )
+    config = made_run(tmp_path, gateway={"token": own})
     token = api_token(config)
     notes: list[str] = []
     with published_endpoint(tmp_path, Endpoint(service="gateway", index=0, grpc="", admin="", url=URL)):

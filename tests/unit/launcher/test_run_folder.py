@@ -11,11 +11,11 @@ from rollmesh.config.store import CheckpointConfig, StoreConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 
+from ...kit.run_files import made_run
+
 
 def config(folder: Path, **trainer: object) -> RunConfig:
-    return RunConfig.model_validate(
-        {"name": "trial", "folder": str(folder), "model": {"path": "models/tiny"}, "trainer": trainer}
-    )
+    return made_run(folder, trainer=trainer)
 
 
 def start(run: RunConfig) -> RunFolder:

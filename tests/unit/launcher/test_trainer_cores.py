@@ -12,21 +12,18 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.trainer_cores import CORES_FILE, CoreWay, fastest, idle_cores, trainer_way
 from rollmesh.trainer.core_trial import random_batch, ways
 
+from ...kit.run_files import made_run
+
 
 def run_of(folder: Path, processes: int | str = "auto", **sections: object) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "cores",
-            "folder": str(folder),
-            "model": {"path": "recipe:countdown"},
-            "data": {"max_prompt_tokens": 64},
-            "rollout": {"max_new_tokens": 64},
-            "generator": {"replicas": 2, "device": "cpu", "max_context_tokens": 512},
-            "trainer": {"device": "cpu", "tokens_per_microbatch": 512},
-            "launcher": {"trainer_processes": processes},
-            **sections,
-        }
-    )
+    small: dict[str, object] = {
+        "data": {"max_prompt_tokens": 64},
+        "rollout": {"max_new_tokens": 64},
+        "generator": {"replicas": 2, "device": "cpu", "max_context_tokens": 512},
+        "trainer": {"device": "cpu", "tokens_per_microbatch": 512},
+        "launcher": {"trainer_processes": processes},
+    }
+    return made_run(folder, **small | sections)
 
 
 def chosen(config: RunConfig, folder: Path, cores: int) -> tuple[CoreWay, list[str]]:

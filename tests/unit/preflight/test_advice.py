@@ -19,12 +19,13 @@ from rollmesh.preflight.trial import try_inputs
 from rollmesh.text import Tokenizer
 from rollmesh.user_code import CODE_FOLDER
 
+from ...kit.run_files import made_run
+
 DOCUMENT = " ".join((Path(__file__).parents[3] / "docs" / "operations.md").read_text().split())
 
 
 def run(**sections: Any) -> RunConfig:
-    small = {"name": "trial", "folder": "runs/trial", "model": {"path": "recipe:countdown"}}
-    return RunConfig.model_validate({**small, "generator": {"max_context_tokens": 2048}, **sections})
+    return made_run(**{"generator": {"max_context_tokens": 2048}, **sections})
 
 
 def model_memory(config: RunConfig) -> ModelMemory:
@@ -228,10 +229,9 @@ def test_plain_prompts_for_a_model_with_a_chat_template_are_named(tmp_path: Path
 
 def meaning(**schedule: Any) -> dict[str, str]:
     """Meaning of every quantity of the estimate, with its value in front."""
-    values = {"name": "x", "folder": "runs/x", "model": {"path": "models/tiny"}, "schedule": schedule}
-    if schedule["preset"] == "sorted":
-        values["trainer"] = {"algorithm": {"advantage": "reinforce_pp"}}
-    columns = estimate(RunConfig.model_validate(values)).table().columns
+    advantage = "reinforce_pp" if schedule["preset"] == "sorted" else "grpo"
+    config = made_run(schedule=schedule, trainer={"algorithm": {"advantage": advantage}})
+    columns = estimate(config).table().columns
     names, numbers, meanings = ([str(cell) for cell in column.cells] for column in columns)
     return {name: f"{number}: {text}" for name, number, text in zip(names, numbers, meanings, strict=True)}
 
@@ -254,16 +254,12 @@ def test_a_schedule_that_drops_tokens_over_the_bound_says_how_often_and_where_th
 
 def large(batch: int, group: int, pool: int, prompt: int, response: int) -> RunConfig:
     schedule = {"groups_per_batch": batch, "group_size": group, "pool_size": pool, "max_staleness": 4}
-    data: dict[str, Any] = {
-        "name": "large",
-        "folder": "unused",
-        "model": {"path": "unused"},
-        "data": {"max_prompt_tokens": prompt},
-        "rollout": {"max_new_tokens": response, "partial_save_tokens": 1024},
-        "generator": {"max_context_tokens": prompt + response},
-        "schedule": {"preset": "copris", **schedule},
-    }
-    return RunConfig.model_validate(data)
+    return made_run(
+        data={"max_prompt_tokens": prompt},
+        rollout={"max_new_tokens": response, "partial_save_tokens": 1024},
+        generator={"max_context_tokens": prompt + response},
+        schedule={"preset": "copris", **schedule},
+    )
 
 
 def test_the_demos_queue_is_the_one_that_the_document_computes() -> None:

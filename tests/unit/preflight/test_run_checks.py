@@ -18,12 +18,13 @@ from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError, DataError
 from rollmesh.preflight.run_checks import RunChecks, check_run
 
+from ...kit.run_files import made_run
+
 
 def run(**sections: Any) -> RunConfig:
-    small = {"name": "trial", "folder": "runs/trial", "model": {"path": "recipe:countdown"}}
     context = {"generator": {"max_context_tokens": 1024}, "data": {"max_prompt_tokens": 512}}
     lengths = {name: {**fields, **sections.pop(name, {})} for name, fields in context.items()}
-    return RunConfig.model_validate({**small, **sections, **lengths})
+    return made_run(**sections, **lengths)
 
 
 def checked(config: RunConfig) -> RunChecks:

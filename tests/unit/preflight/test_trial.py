@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.preflight.run_model import RunModel
 from rollmesh.preflight.trial import try_inputs
+
+from ...kit.run_files import made_run
 
 PLUGINS = """
 import torch
@@ -182,17 +183,13 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def try_run(**changed: Any) -> list[str]:
-    run = {
-        "name": "trial",
-        "folder": "run",
-        "model": {"path": "recipe:countdown"},
+    sections: dict[str, Any] = {
         "data": {"source": {"type": "jsonl", "path": "rows.jsonl"}, "max_prompt_tokens": 64},
         "reward": {"verifier": "exact"},
         "rollout": {"max_new_tokens": 64},
         "generator": {"max_context_tokens": 512},
-        **changed,
     }
-    return try_inputs(RunModel(RunConfig.model_validate(run)))
+    return try_inputs(RunModel(made_run(**sections | changed)))
 
 
 def own(name: str) -> str:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.config.load import validate_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.reward.confinement import WorkerConfinement
@@ -24,20 +23,16 @@ from rollmesh.tasks.verifiers.verifier_protocol import BUILT_IN
 from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.reward_messages import outcome_to_bytes
 
+from ...kit.run_files import made_run
+
 TABLE = {"type": "jsonl", "path": "a.jsonl"}
 GYM = {"type": "reasoning_gym", "task": "chain_sum"}
 
 
 def run_config(folder: Path, data: dict[str, Any], verifier: str) -> RunConfig:
     (folder / "config.json").write_text("{}")
-    settings = {
-        "name": "spec",
-        "folder": str(folder / "run"),
-        "model": {"path": str(folder)},
-        "data": data,
-        "reward": {"verifier": verifier, "options": {"tolerance": 0.5} if verifier == "numeric" else {}},
-    }
-    return validate_run_config(settings, "test")
+    reward = {"verifier": verifier, "options": {"tolerance": 0.5} if verifier == "numeric" else {}}
+    return made_run(folder / "run", str(folder), data=data, reward=reward)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from rollmesh.config import RunConfig
 from rollmesh.errors import PoliciesRefused
 from rollmesh.mesh import CachePool, Desired, EngineLoad, MeshView
 from rollmesh.rollout.leader_parts import RefusedPolicies, engine_load
@@ -15,6 +14,7 @@ from rollmesh.types import GeneratorRecord
 from rollmesh.worker.routing import refused_by_all
 
 from ...kit.records import generator_record, store_counts
+from ...kit.run_files import made_run
 
 
 def generator(refused: int | None, count: int = 1) -> GeneratorRecord:
@@ -119,13 +119,8 @@ def test_the_oldest_unclaimed_group_says_how_stale_the_next_batch_may_be() -> No
 
 def test_an_automatic_pool_shows_its_size_both_bounds_and_the_times_behind_them() -> None:
     metrics = Metrics("rollout")
-    config = {
-        "name": "auto",
-        "folder": "runs/auto",
-        "model": {"path": "model"},
-        "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": "auto"},
-    }
-    schedule = Schedule.from_config(RunConfig.model_validate(config))
+    fields = {"groups_per_batch": 4, "group_size": 4, "pool_size": "auto"}
+    schedule = Schedule.from_config(made_run(schedule=fields))
     shown = MeshMetrics(metrics)
     shown.limits(schedule)
     assert exported(metrics, "pool_trajectories") == 0, "a replica that does not lead has no pool"

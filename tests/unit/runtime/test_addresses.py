@@ -17,12 +17,13 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.service_host import admin_server
 
+from ...kit.run_files import made_run
+
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def run_with(**network: Any) -> RunConfig:
-    data = {"name": "pods", "folder": "runs/pods", "model": {"path": "recipe:countdown"}, "network": network}
-    return RunConfig.model_validate(data)
+    return made_run(network=network)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rollmesh.config import RunConfig
 from rollmesh.config.services import SecurityConfig
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.runtime.endpoints import ResolvedName, service_addresses
@@ -21,6 +20,7 @@ from rollmesh.wire.generation_client import GenerationClient
 
 from ...kit.certificates import Authority, Certificate
 from ...kit.records import generator_record
+from ...kit.run_files import made_run
 
 
 class Idle(stubs.GenerationServiceServicer):
@@ -65,11 +65,6 @@ async def test_an_idle_channel_is_replaced_when_certificates_and_token_are_rotat
         await server.stop(None)
 
 
-def run_in(folder: Path, **sections: Any) -> RunConfig:
-    data = {"name": "pods", "folder": str(folder), "model": {"path": "recipe:countdown"}, **sections}
-    return RunConfig.model_validate(data)
-
-
 def answers(*addresses: str) -> list[Any]:
     return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 7070)) for address in addresses]
 
@@ -82,7 +77,7 @@ def test_every_address_behind_a_name_is_a_service(monkeypatch: pytest.MonkeyPatc
         return answers("10.0.0.2", "10.0.0.1", "10.0.0.2")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolver)
-    addresses = service_addresses(run_in(tmp_path), "reward", "mesh-reward:7070", "reward")
+    addresses = service_addresses(made_run(tmp_path), "reward", "mesh-reward:7070", "reward")
 
     assert list(addresses()) == ["10.0.0.1:7070", "10.0.0.2:7070"]
     assert asked == [("mesh-reward", 7070)]
@@ -112,7 +107,7 @@ def test_a_run_on_one_machine_reads_the_files_of_its_run_folder(tmp_path: Path) 
     entry = {"service": "reward", "index": 0, "pid": os.getpid(), "grpc": "127.0.0.1:5", "admin": ""}
     (tmp_path / "services" / "reward-0.json").write_text(json.dumps(entry))
 
-    assert list(service_addresses(run_in(tmp_path), "reward", None, "reward")()) == ["127.0.0.1:5"]
+    assert list(service_addresses(made_run(tmp_path), "reward", None, "reward")()) == ["127.0.0.1:5"]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +116,10 @@ def test_a_run_on_one_machine_reads_the_files_of_its_run_folder(tmp_path: Path) 
 )
 def test_pods_must_be_told_where_services_are(tmp_path: Path, section: str, variable: str) -> None:
     with pytest.raises(ConfigError, match=variable):
-        service_addresses(run_in(tmp_path, network={"shared_folder": False}), section, None, "reward")
+        service_addresses(made_run(tmp_path, network={"shared_folder": False}), section, None, "reward")
 
 
 @pytest.mark.parametrize("address", ["mesh-reward", "dns:///mesh-reward:1", "http://mesh:1", "a b:1", ":1"])
 def test_an_address_without_host_and_port_is_refused(tmp_path: Path, address: str) -> None:
     with pytest.raises(ValueError, match="address"):
-        run_in(tmp_path, reward={"address": address})
+        made_run(tmp_path, reward={"address": address})

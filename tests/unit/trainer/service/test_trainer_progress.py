@@ -13,7 +13,6 @@ from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.config import RunConfig
-from rollmesh.config.load import validate_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, Reason
 from rollmesh.trainer.learner.distributed import World
@@ -26,6 +25,7 @@ from rollmesh.trainer.service.trainer_progress import Progress, load_newest_stat
 
 from ....kit.checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_batch
 from ....kit.made_batches import SHAPE, write_random_model
+from ....kit.run_files import made_run
 
 
 class AwayStore(CheckpointStore):
@@ -39,7 +39,7 @@ class AwayStore(CheckpointStore):
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     model = tmp_path_factory.mktemp("model")
     write_random_model(model)
-    return validate_run_config({"name": "run", "folder": "run", "model": {"path": str(model)}}, "made")
+    return made_run("run", str(model))
 
 
 def ranks(config: RunConfig, store: CheckpointStore) -> RankCoordinator:
@@ -170,6 +170,6 @@ def test_a_row_of_skipped_updates_goes_over_train_steps_and_restarts_and_ends_wi
 def test_a_torn_initial_model_is_named_with_its_field(tmp_path: Path) -> None:
     torn = shutil.copytree(resolve_model("recipe:countdown"), tmp_path / "torn")
     (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:1000])
-    config = RunConfig.model_validate({"name": "torn", "folder": str(tmp_path / "run"), "model": {"path": str(torn)}})
+    config = made_run(tmp_path / "run", str(torn))
     with pytest.raises(ConfigError, match=f"model.path={torn}: .* not a loadable causal LM"):
         build_ranks(config, open_checkpoints(config))
