@@ -8,9 +8,11 @@ import numpy as np
 
 from rollmesh.agents.agent_session import AgentSession
 from rollmesh.agents.session_manager import SessionManager
-from rollmesh.types import Prompt, SamplingParams, Segment, SegmentSource, Trajectory
+from rollmesh.types import Prompt, SamplingParams, Segment, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.program import RolloutContext
+
+from ...kit.records import policy_tokens
 
 TOKENS = 8192
 
@@ -31,14 +33,7 @@ def held_trajectory(number: int, member: int = 0) -> ActiveTrajectory:
 
 
 def sampled(version: int) -> Segment:
-    return Segment(
-        token_ids=np.arange(TOKENS, dtype=np.int32),
-        behavior_logprobs=np.full(TOKENS, -1.0, np.float32),
-        policy_version=version,
-        kv_min_version=version,
-        source=SegmentSource.POLICY,
-        temperature=1.0,
-    )
+    return policy_tokens(range(TOKENS), version)
 
 
 async def done(*_: Any) -> None:

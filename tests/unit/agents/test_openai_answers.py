@@ -10,11 +10,12 @@ import pytest
 from rollmesh.agents.answer_stream import AnswerStream, AnswerTurn, Delta, TokenLogprob
 from rollmesh.agents.openai_answers import AnswerFormat, Choice
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory, TurnReturn
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Trajectory, TurnReturn
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.agent_mark import AgentMark, posted_outcome
 
 from ...kit.chat_tokenizers import make_tokenizer
+from ...kit.records import policy_tokens
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +29,8 @@ def make_held(tokenizer: Tokenizer) -> ActiveTrajectory:
 
 
 def add(held: ActiveTrajectory, tokenizer: Tokenizer, text: str, version: int = 0) -> None:
-    ids = np.array([int(i) for c in text for i in tokenizer.encode(c)], np.int32)
-    held.add(
-        Segment(
-            token_ids=ids,
-            behavior_logprobs=np.full(len(ids), -0.5, np.float32),
-            policy_version=version,
-            kv_min_version=version,
-        )
-    )
+    ids = [int(i) for c in text for i in tokenizer.encode(c)]
+    held.add(policy_tokens(ids, version, behavior_logprobs=np.full(len(ids), -0.5, np.float32)))
 
 
 async def test_text_is_told_as_it_becomes_certain_and_a_stop_string_ends_the_call(tokenizer: Tokenizer) -> None:

@@ -23,9 +23,10 @@ from rollmesh.agents.context_match import (
     tail_of,
 )
 from rollmesh.text import Tokenizer
-from rollmesh.types import Int32Array, Segment, SegmentSource
+from rollmesh.types import Int32Array, Segment
 
 from ...kit.chat_tokenizers import CHATML, make_tokenizer
+from ...kit.records import environment_tokens, policy_tokens
 
 TASK = [{"role": "user", "content": "the quick brown fox"}]
 
@@ -59,7 +60,7 @@ class Record:
 
         def raw() -> list[str]:
             turn = AnswerTurn(self.tokenizer, self.ids[: len(self.prompt) + self.mark.at])
-            turn.feed(self._policy(tail.sampled))
+            turn.feed(policy_tokens(tail.sampled))
             return [turn.raw]
 
         return match_next(context, self.mark, tail, self.ids, raw, self.tokenizer.encode)
@@ -69,25 +70,12 @@ class Record:
         match = self.match(context)
         if isinstance(match, Fits):
             if len(match.new_ids):
-                self.segments.append(
-                    Segment(
-                        token_ids=match.new_ids,
-                        behavior_logprobs=None,
-                        policy_version=0,
-                        kv_min_version=0,
-                        source=SegmentSource.ENVIRONMENT,
-                    )
-                )
+                self.segments.append(environment_tokens(match.new_ids))
             self.mark = mark_turn(context, sum(len(s) for s in self.segments))
         return match
 
     def write(self, ids: Sequence[int]) -> None:
-        self.segments.append(self._policy(np.array(ids, np.int32)))
-
-    def _policy(self, ids: Int32Array) -> Segment:
-        return Segment(
-            token_ids=ids, behavior_logprobs=np.zeros(len(ids), np.float32), policy_version=0, kv_min_version=0
-        )
+        self.segments.append(policy_tokens(ids))
 
 
 def chat(tokenizer: Tokenizer, *messages: dict[str, str]) -> Context:

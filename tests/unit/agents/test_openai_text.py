@@ -12,6 +12,7 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import Segment
 
 from ...kit.chat_tokenizers import make_tokenizer
+from ...kit.records import policy_tokens
 
 NONE = np.empty(0, np.int32)
 
@@ -22,9 +23,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def segment(ids: list[int] | np.ndarray, version: int = 0) -> Segment:
-    array = np.asarray(ids, np.int32)
-    logprobs = -np.arange(1, len(array) + 1, dtype=np.float32)
-    return Segment(token_ids=array, behavior_logprobs=logprobs, policy_version=version, kv_min_version=version)
+    return policy_tokens(ids, version, behavior_logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32))
 
 
 def character_ids(tokenizer: Tokenizer, text: str) -> list[int]:

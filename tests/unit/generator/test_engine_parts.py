@@ -13,7 +13,8 @@ from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultipl
 from rollmesh.generator.engines.torch.kv_cache import KvCache, tier_widths
 from rollmesh.generator.engines.torch.model_thread import peak_tokens, remaining_estimate
 from rollmesh.generator.engines.torch.slots import CAPACITY, SampledTokens
-from rollmesh.types import GenerationCall, SamplingParams
+
+from ...kit.generation import make_call
 
 ARCH = Architecture(
     family="qwen2",
@@ -201,17 +202,8 @@ def test_products_are_written_into_the_memory_of_the_output_tensor(multiply):
 
 
 def backlog(context: int = 10, chunk: int = 4, limit: int = 8) -> Backlog:
-    return Backlog.of(
-        GenerationCall(
-            trajectory_id="t",
-            context_ids=np.zeros(context, np.int32),
-            prompt_token_count=5,
-            max_new_token_count=1000,
-            sampling=SamplingParams(),
-            chunk_token_count=chunk,
-            unacknowledged_token_limit=limit,
-        )
-    )
+    limits = {"max_new_token_count": 1000, "chunk_token_count": chunk, "unacknowledged_token_limit": limit}
+    return Backlog.of(make_call("t", np.zeros(context, np.int32), **limits))
 
 
 @given(

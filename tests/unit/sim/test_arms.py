@@ -25,9 +25,10 @@ from rollmesh.sim.run_timeline import RunTimeline
 from rollmesh.sim.simulated_mesh import SimulatedMesh
 from rollmesh.sim.simulation_page import best_arm
 from rollmesh.sim.simulation_setup import DEFAULT_RUN, SimulationSetup
-from rollmesh.types import Batch, Prompt, Segment
+from rollmesh.types import Batch, Prompt
 
 from ...kit.checkpoint_samples import write_batch
+from ...kit.records import policy_tokens
 from .meshes import mesh_settings
 
 SMALL = [
@@ -185,9 +186,8 @@ def recorded(folder: Path, preset: str = "sync") -> Path:
     (folder / SECRET_FILE).write_text("0" * 64)
     (folder / "checkpoints").mkdir()
     prompt = Prompt(prompt_id="p", token_ids=np.arange(3, dtype=np.int32), verifier="exact")
-    ids, logprobs = np.arange(50, dtype=np.int32), np.zeros(50, np.float32)
-    answer = Segment(token_ids=ids, behavior_logprobs=logprobs, policy_version=0, kv_min_version=0)
-    group = group_of(0, [scored(prompt, "e0-0", member, (answer,), 1.0) for member in range(8)])
+    answer = (policy_tokens(range(50)),)
+    group = group_of(0, [scored(prompt, "e0-0", member, answer, 1.0) for member in range(8)])
     store = CheckpointStore(folder / "checkpoints", b"0" * 64)
     write_batch(store, Batch(train_step=1, groups=(group,)), Cursor(epoch=0, index=1))
     return folder
@@ -280,10 +280,8 @@ def test_samples_change_no_result_and_their_number_is_bounded():
 
 
 def test_the_command_writes_a_page_with_the_figures_and_the_calls_of_every_arm(tmp_path):
-    sets = ["schedule.groups_per_batch=2", "schedule.group_size=2", "generator.replicas=2", "trainer.train_steps=3"]
-    options = [argument for item in sets for argument in ("--set", item)]
     page = tmp_path / "sim.html"
-    result = CliRunner().invoke(app, ["sim", *options, "--sweep", "schedule.max_staleness=1,2", "--page", str(page)])
+    result = sim("--sweep", "schedule.max_staleness=1,2", "--page", str(page), sets=SMALL)
     assert result.exit_code == 0, result.output
     arms = json.loads(re.findall(r'id="recorded">(.*?)</script>', page.read_text())[0])["arms"]
     assert [arm["name"] for arm in arms] == ["schedule.max_staleness=1", "schedule.max_staleness=2"]

@@ -15,22 +15,17 @@ from rollmesh.errors import ConfigError
 from rollmesh.mesh import Cursor
 from rollmesh.sim.length_trace import TracedLengths, TracedTrajectory, by_group, read_trace, traced_trajectory
 from rollmesh.sim.simulated_calls import SimulatedTurn
-from rollmesh.types import Batch, Prompt, Segment, SegmentSource
+from rollmesh.types import Batch, Prompt
 
 from ...kit.checkpoint_samples import write_batch
+from ...kit.records import environment_tokens, policy_tokens
 from .meshes import assert_conserved, mesh_settings, run
 
 GOOD = {"group": "a", "stream": 0, "prompt_len": 12, "out_lens": [5, 7], "obs_lens": [3], "tool_seconds": [0.5]}
 
 
 def segment(tokens, version=0):
-    ids = np.arange(tokens, dtype=np.int32)
-    if version is None:
-        return Segment(
-            token_ids=ids, behavior_logprobs=None, policy_version=0, kv_min_version=0, source=SegmentSource.ENVIRONMENT
-        )
-    logprobs = np.zeros(tokens, np.float32)
-    return Segment(token_ids=ids, behavior_logprobs=logprobs, policy_version=version, kv_min_version=version)
+    return environment_tokens(range(tokens)) if version is None else policy_tokens(range(tokens), version)
 
 
 def test_a_line_is_read_as_it_was_written(tmp_path):

@@ -1,5 +1,7 @@
 """Payload at rest: what is inline, what is linked, and digests."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,6 +23,8 @@ from rollmesh.store.payload import (
 from rollmesh.store.trajectories import by_groups
 from rollmesh.types import FinishReason, KeptSets, Prompt, Segment, SegmentSource
 
+from ...kit.records import policy_tokens
+
 
 def segment(tokens: int, version: int = 3, source: SegmentSource = SegmentSource.POLICY, kept: int = 0) -> Segment:
     """A segment whose tokens were drawn from sets of ``kept`` tokens; 0 for the full vocabulary."""
@@ -28,15 +32,8 @@ def segment(tokens: int, version: int = 3, source: SegmentSource = SegmentSource
     if kept and source is SegmentSource.POLICY:
         ids = np.arange(tokens, dtype=np.int32)[:, None] + 1000 * np.arange(kept, dtype=np.int32)
         sets = KeptSets(counts=np.full(tokens, kept, np.int32), ids=ids.ravel())
-    policy = source is SegmentSource.POLICY
-    return Segment(
-        token_ids=np.arange(tokens, dtype=np.int32),
-        behavior_logprobs=np.linspace(-1, 0, tokens, dtype=np.float32) if policy else None,
-        policy_version=version,
-        kv_min_version=version,
-        source=source,
-        kept_sets=sets,
-    )
+    logprobs = np.linspace(-1, 0, tokens, dtype=np.float32) if source is SegmentSource.POLICY else None
+    return policy_tokens(range(tokens), version, behavior_logprobs=logprobs, source=source, kept_sets=sets)
 
 
 def same(left: Segment, right: Segment) -> bool:
@@ -74,9 +71,7 @@ def test_a_digest_tells_other_tokens_other_logprobs_and_other_versions() -> None
         segment(5),
         segment(4, version=2),
         segment(4, source=SegmentSource.ENVIRONMENT),
-        Segment(
-            token_ids=base.token_ids, behavior_logprobs=np.zeros(4, np.float32), policy_version=3, kv_min_version=3
-        ),
+        replace(base, behavior_logprobs=np.zeros(4, np.float32)),
     ]
     assert TokenDigest().extended([base]) == TokenDigest().extended([segment(4)])
     assert len({str(TokenDigest().extended([s])) for s in (base, *others)}) == 5

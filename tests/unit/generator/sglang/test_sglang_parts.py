@@ -25,7 +25,9 @@ from rollmesh.generator.engines.sglang.slices import (
     slice_body,
     without,
 )
-from rollmesh.types import FinishReason, GenerationCall, SamplingParams
+from rollmesh.types import FinishReason, SamplingParams
+
+from ....kit.generation import make_call
 
 VOCAB = 50
 
@@ -253,14 +255,7 @@ def test_damaged_folders_are_engine_errors(tmp_path):
 
 
 def make_server_call(name: str = "t") -> ServerCall:
-    call = GenerationCall(
-        trajectory_id=name,
-        context_ids=np.arange(5, dtype=np.int32),
-        prompt_token_count=5,
-        max_new_token_count=9,
-        sampling=SamplingParams(),
-        chunk_token_count=4,
-    )
+    call = make_call(name, np.arange(5, dtype=np.int32), max_new_token_count=9, chunk_token_count=4)
     return ServerCall(call=call, budget=9, backlog=Backlog.of(call), context=call.context_ids.tolist())
 
 

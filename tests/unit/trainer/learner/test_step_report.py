@@ -16,6 +16,7 @@ from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Segment
 
 from ....kit.made_batches import batch_of, environment_segment, policy_segment, trajectory
+from ....kit.records import policy_tokens
 from .conftest import ModelMaker
 
 VERSIONS = {0: 0, 1: 1, 2: 2}
@@ -153,12 +154,7 @@ def test_reasons_ratios_and_weights(make_model: ModelMaker) -> None:
 
     def shifted(words: list[str]) -> Segment:
         values = own + np.float32([SHIFT[w] for w in words])
-        return Segment(
-            token_ids=draft.response_ids,
-            behavior_logprobs=values.astype(np.float32),
-            policy_version=1,
-            kv_min_version=1,
-        )
+        return policy_tokens(draft.response_ids, 1, behavior_logprobs=values.astype(np.float32))
 
     good, bad = (
         ["clipped_high", "trained", "trained", "trained"],
