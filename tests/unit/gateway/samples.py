@@ -10,7 +10,7 @@ from rollmesh.scheduling import Schedule
 from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
 
-from ...kit.records import generator_record, mesh_view
+from ...kit.records import generator_record, mesh_view, store_counts
 from ...kit.run_files import made_run
 
 _FIELDS = {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4}
@@ -28,20 +28,9 @@ def view(**changes: Any) -> MeshView:
 
 
 def counts(**changes: Any) -> StoreCounts:
-    values: dict[str, Any] = {
-        "trajectories": {"leased": 20, "pending": 2, "partial": 1},
-        "groups": {"open": 6, "ready": 0, "cut": 0},
-        "totals": {},
-        "drops": {},
-        "dropped_tokens": {},
-        "drop_deciles": {},
-        "scoring_queue": 0,
-        "sessions": 1,
-        "dead_letters": 0,
-        "used_memory_bytes": 10,
-        "max_memory_bytes": 100,
-    }
-    return StoreCounts(**{**values, **changes})
+    trajectories, groups = {"leased": 20, "pending": 2, "partial": 1}, {"open": 6, "ready": 0, "cut": 0}
+    memory = {"used_memory_bytes": 10, "max_memory_bytes": 100}
+    return store_counts(**{"trajectories": trajectories, "groups": groups, "sessions": 1, **memory, **changes})
 
 
 def look(**changes: Any) -> MeshSnapshot:

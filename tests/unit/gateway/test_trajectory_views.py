@@ -10,17 +10,13 @@ import pytest
 from rollmesh.gateway.archive import BatchRow, batch_page
 from rollmesh.gateway.models.items import BatchOrder, BatchTrajectory
 from rollmesh.gateway.trajectory_views import token_runs, trajectory_detail
-from rollmesh.types import KeptSets, Prompt, Segment, SegmentSource, TeacherColumn, Trajectory
+from rollmesh.types import KeptSets, Prompt, Segment, TeacherColumn, Trajectory
+
+from ...kit.records import environment_tokens, policy_tokens
 
 
 def segment(first: int, count: int, version: int, **changes: object) -> Segment:
-    values: dict[str, object] = {
-        "token_ids": np.arange(first, first + count, dtype=np.int32),
-        "behavior_logprobs": -np.arange(first, first + count, dtype=np.float32),
-        "policy_version": version,
-        "kv_min_version": version,
-    }
-    return Segment(**{**values, **changes})  # type: ignore[arg-type]
+    return policy_tokens(range(first, first + count), version, **changes)
 
 
 def trajectory(*segments: Segment) -> Trajectory:
@@ -33,7 +29,7 @@ def names(ids: npt.ArrayLike) -> list[str]:
 
 
 def test_neighbours_of_one_version_are_one_run_and_a_swapped_cache_begins_another() -> None:
-    said = segment(50, 2, 0, behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
+    said = environment_tokens([50, 51])
     whole = trajectory(segment(0, 2, 4), segment(2, 3, 4), segment(5, 1, 5, kv_min_version=4), said, segment(6, 2, 5))
     runs, following = token_runs(whole, 0, 1000, names)
     assert following is None
@@ -74,7 +70,7 @@ def test_tokens_of_truncated_sampling_are_shown_with_the_sizes_of_their_sets_on_
 
 
 def test_a_teachers_scores_are_shown_beside_each_token_of_the_response_on_every_page() -> None:
-    said = segment(50, 2, 0, behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
+    said = environment_tokens([50, 51])
     column = TeacherColumn(teacher="wise", manifest_digest="ab" * 32, logprobs=-np.arange(5, dtype=np.float32) / 4)
     whole = replace(trajectory(segment(0, 3, 1), said), teacher=column)
     detail = trajectory_detail(whole, 1, 4, None)
