@@ -46,7 +46,7 @@ NONE = np.empty(0, np.int32)
 
 
 def config(folder: Path, **agents: Any) -> Any:
-    return made_run(folder, str(folder), agents=agents)
+    return made_run(folder, model={"path": str(folder)}, agents=agents)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -138,7 +138,7 @@ async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signa
 
 
 def run(tmp_path: Path, **generator: object) -> RunConfig:
-    return made_run(tmp_path, str(tmp_path), generator=generator)
+    return made_run(tmp_path, model={"path": str(tmp_path)}, generator=generator)
 
 
 def test_words_name_services_and_their_replicas(tmp_path: Path) -> None:

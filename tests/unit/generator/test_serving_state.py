@@ -184,7 +184,7 @@ async def test_a_start_that_fails_after_the_engine_was_built_closes_the_engine(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         generator = {"engine": "sglang", "sglang": {"url": "http://127.0.0.1:1"}}
-        config = made_run(tmp_path, "models/tiny", generator=generator, network={"admin_port": port})
+        config = made_run(tmp_path, generator=generator, network={"admin_port": port})
         with pytest.raises(ConfigError, match=f"{port}"):
             await serve(config, 0, Shutdown())
     assert [engine.closed for engine in built] == [True]

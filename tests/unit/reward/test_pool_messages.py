@@ -32,7 +32,7 @@ GYM = {"type": "reasoning_gym", "task": "chain_sum"}
 def run_config(folder: Path, data: dict[str, Any], verifier: str) -> RunConfig:
     (folder / "config.json").write_text("{}")
     reward = {"verifier": verifier, "options": {"tolerance": 0.5} if verifier == "numeric" else {}}
-    return made_run(folder / "run", str(folder), data=data, reward=reward)
+    return made_run(folder / "run", model={"path": str(folder)}, data=data, reward=reward)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class AwayStore(CheckpointStore):
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     model = tmp_path_factory.mktemp("model")
     write_random_model(model)
-    return made_run("run", str(model))
+    return made_run("run", model={"path": str(model)})
 
 
 def ranks(config: RunConfig, store: CheckpointStore) -> RankCoordinator:
@@ -170,6 +170,6 @@ def test_a_row_of_skipped_updates_goes_over_train_steps_and_restarts_and_ends_wi
 def test_a_torn_initial_model_is_named_with_its_field(tmp_path: Path) -> None:
     torn = shutil.copytree(resolve_model("recipe:countdown"), tmp_path / "torn")
     (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:1000])
-    config = made_run(tmp_path / "run", str(torn))
+    config = made_run(tmp_path / "run", model={"path": str(torn)})
     with pytest.raises(ConfigError, match=f"model.path={torn}: .* not a loadable causal LM"):
         build_ranks(config, open_checkpoints(config))
