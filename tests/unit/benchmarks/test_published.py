@@ -27,7 +27,7 @@ def row(name: str) -> PublishedSpeedUp:
 
 def line_of(name: str) -> list[str]:
     """The cells of a row in the committed document."""
-    (line,) = re.findall(rf"^\| {re.escape(name)} \|.*$", DOCUMENT.read_text(), re.MULTILINE)
+    (line,) = re.findall(rf"^\| {re.escape(name)} \|.*$", SPEED_UPS_DOCUMENT.read_text(), re.MULTILINE)
     return [cell.strip() for cell in str(line).strip("|").split("|")]
 
 
