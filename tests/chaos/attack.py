@@ -1,7 +1,5 @@
 """Run under attack: its processes and leases, and the record of a fault."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -79,7 +77,7 @@ class AttackedRun:
         self.struck_at.append(finished_train_steps(self.folder))
         send(pid, number)
 
-    def strike_holder(self, victim: Victim, number: signal.Signals) -> None:
+    def strike_holder(self, victim: "Victim", number: signal.Signals) -> None:
         """Send the signal to a process and record its rollouts in flight.
 
         A worker is stopped first and its leases are counted in Redis: its metrics are slightly old, and it takes dozens

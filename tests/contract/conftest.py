@@ -1,7 +1,5 @@
 """The engines under contract: embedded torch, SGLang's adapter before a stand-in, and before the real server."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

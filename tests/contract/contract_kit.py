@@ -1,7 +1,5 @@
 """Tiny models, calls and reference numbers of the engine contract, and the servers that it is held to."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

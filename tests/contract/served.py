@@ -1,7 +1,5 @@
 """A served model and its twin: calls into the server over HTTP, and the logprobs that a plain HF forward pass gives."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Contract of every generation engine; the same cases on each."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 

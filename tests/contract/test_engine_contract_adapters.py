@@ -1,7 +1,5 @@
 """Contract of every generation engine for adapters above one base; the same cases on each."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 

@@ -1,7 +1,5 @@
 """What a real server samples at T = 1, where drafts verified wrongly show, and which tokens it counts as new."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Facts that the SGLang engine relies on, checked on the real server: a version with another behaviour fails here."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import pytest

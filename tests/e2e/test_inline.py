@@ -1,7 +1,5 @@
 """A whole run in one process: a breakpoint in the user's code stops there, and a long stop loses nothing."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -153,7 +151,7 @@ class Terminal:
             assert time.monotonic() < deadline, self.text
         return self.process.wait(WAIT_SECONDS)
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> "Terminal":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Environment of verifiers with a calculator tool, in the loop of the sums. Imported there only."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The environment for NeMo Gym that verifiers ships. Imported there only."""
 
-from __future__ import annotations
-
 import verifiers_sums  # noqa: F401  # the programs of the package run with this Python
 from verifiers.v1.tasksets.nemo_gym import NeMoGymEnv, NeMoGymTaskset
 

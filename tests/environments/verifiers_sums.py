@@ -1,7 +1,5 @@
 """Environment that a user of verifiers could have written: sums of two numbers, with a tool. Imported there only."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """TCP ports of a run as targets: random calls of its gRPC services, and bytes that no protocol allows on all ports."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -77,7 +75,7 @@ class Answer:
     error."""
 
 
-async def open_ports(folder: RunFolder, stack: AsyncExitStack, launcher: int) -> list[GrpcPort | RawPort]:
+async def open_ports(folder: RunFolder, stack: AsyncExitStack, launcher: int) -> "list[GrpcPort | RawPort]":
     """Return every TCP port on which a process of the run listens."""
     mesh_token = (folder.path / TOKEN_FILE).read_text().strip()
     gateway_token = (folder.path / GATEWAY_TOKEN_FILE).read_text().strip()
@@ -106,7 +104,7 @@ def _number(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-async def _grpc_port(endpoint: Endpoint, token: str, stack: AsyncExitStack) -> GrpcPort:
+async def _grpc_port(endpoint: Endpoint, token: str, stack: AsyncExitStack) -> "GrpcPort":
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(endpoint.grpc, options=_MAX_MESSAGE))
     known = dict(_KNOWN_FIELDS)
     if endpoint.service == "generator":

@@ -1,7 +1,5 @@
 """Real certificates for tests: an authority, and what it signs."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ class Certificate:
     def section(self) -> dict[str, str]:
         return {"certificate": str(self.certificate), "key": str(self.key), "ca": str(self.ca)}
 
-    def replace_by(self, other: Certificate) -> None:
+    def replace_by(self, other: "Certificate") -> None:
         """Rotate: put other certificates into these very files."""
         for field in ("certificate", "key", "ca"):
             mine: Path = getattr(self, field)

@@ -1,7 +1,5 @@
 """Calls of generation engines, what they stream, and the same log-probabilities by transformers."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import math
@@ -164,7 +162,7 @@ class Running:
         async for chunk in engine.generate(rollout.call):
             rollout.chunks.append(chunk)
 
-    async def begun(self, chunks: int = 1) -> Running:
+    async def begun(self, chunks: int = 1) -> "Running":
         await reached(lambda: all(len(r.chunks) >= chunks or t.done() for r, t in self.pairs()))
         for task in self.tasks:
             if task.done():

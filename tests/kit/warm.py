@@ -5,8 +5,6 @@ the imported packages read from the environment when they start: the seed of str
 by it) and the number of threads. Starts themselves, imports included, are tested where ``subprocess`` is used.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -34,7 +32,7 @@ _ROOT = Path(__file__).parents[2]
 _NUMBERS = itertools.count()
 _START_SECONDS = 240.0
 _END_SECONDS = 30.0
-_OPEN: dict[tuple[object, ...], Template] = {}
+_OPEN: "dict[tuple[object, ...], Template]" = {}
 
 
 class WarmProcess:

@@ -1,7 +1,5 @@
 """Options of an SGLang engine from the fields of its three levels in one call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollmesh.config.generator import GeneratorConfig, SglangConfig

@@ -1,7 +1,5 @@
 """Starts and stops a real SGLang server on a CPU, for tests and measurements. Only HTTP leads into it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

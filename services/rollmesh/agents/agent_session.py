@@ -6,8 +6,6 @@ stays leased, and calls wait. Before the worker releases it (shutdown, lost work
 call to stop. A call that finds the trajectory without a lease waits for the next lease and continues at the same token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter
@@ -55,8 +53,8 @@ class AgentSession:
     idle_seconds: float
     pinned_version: int | None = None
     """Policy version that an evaluation's session samples from; None in a session that is trained."""
-    trajectories: list[SessionTrajectory] = field(default_factory=list)
-    team: list[AgentSession]
+    trajectories: "list[SessionTrajectory]" = field(default_factory=list)
+    team: "list[AgentSession]"
     """Sessions in progress that share one reward, this one included: an agent's and those of its sub-agents."""
     drift_count: int = 0
     ended: str = ""
@@ -79,7 +77,7 @@ class AgentSession:
         return "training" if self.pinned_version is None else "evaluation"
 
     @property
-    def newest(self) -> SessionTrajectory:
+    def newest(self) -> "SessionTrajectory":
         """Trajectory that the conversation is in."""
         return self.trajectories[-1]
 
@@ -156,7 +154,7 @@ class EndedSession:
     """Last JSON of the session, without its task and the name of the run."""
 
     @classmethod
-    def of(cls, session: AgentSession) -> EndedSession:
+    def of(cls, session: AgentSession) -> "EndedSession":
         """Keep only the data of an ended session that later requests ask for."""
         return cls(
             session_id=session.session_id,

@@ -1,7 +1,5 @@
 """Metrics of the OpenAI-compatible API."""
 
-from __future__ import annotations
-
 from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
 from rollmesh.worker.worker_metrics import CALL_ENDS
 

@@ -1,7 +1,5 @@
 """Service behind the OpenAI-compatible API: unrecorded calls, and for agent runs a worker with its sessions."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

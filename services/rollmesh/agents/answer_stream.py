@@ -4,8 +4,6 @@ Two texts grow in parallel. ``raw`` includes special tokens: a chat template has
 the same tokens. ``text`` leaves special tokens out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -38,7 +36,7 @@ class Delta:
     """New part of an answer; the last one carries the finish reason."""
 
     text: str
-    logprobs: Sequence[TokenLogprob] = ()
+    logprobs: "Sequence[TokenLogprob]" = ()
     """Tokens since the last delta."""
     token_ids: Sequence[int] = ()
     """Ids of these tokens."""
@@ -53,7 +51,7 @@ class AnswerInProgress:
     """An answer in progress; the caller closes it."""
 
     context_ids: Int32Array
-    turn: AnswerTurn
+    turn: "AnswerTurn"
     deltas: AsyncGenerator[Delta, None]
     trajectory_id: str = ""
     """Trajectory that records the answer."""
@@ -73,7 +71,7 @@ class AnswerInProgress:
 class AnswerStream:
     """Stream of deltas, fed from an active trajectory while a sampling call runs."""
 
-    def __init__(self, turn: AnswerTurn, start: int, *, texts: bool = True) -> None:
+    def __init__(self, turn: "AnswerTurn", start: int, *, texts: bool = True) -> None:
         """``start``: response tokens of the trajectory before the turn; ``texts``: as in ``ParsedRequest``."""
         self.turn = turn
         self._start = start
@@ -220,7 +218,7 @@ class AnswerTurn:
         return bool(self._stops) and not self.stopped and held_back(self._stream.text, self._stops) > 0
 
     @property
-    def _stream(self) -> TextStream:
+    def _stream(self) -> "TextStream":
         """Text of all tokens; they are decoded when it is needed."""
         for token_id in self._ids[len(self._decoder.raw_ends) :]:
             self._decoder.push(token_id)
@@ -252,7 +250,7 @@ class AnswerTurn:
         sent, self._sent = self._sent, max(self._sent, end)
         return text[sent : self._sent]
 
-    def unsent_copy(self) -> AnswerTurn:
+    def unsent_copy(self) -> "AnswerTurn":
         """Return a copy of a complete answer with no text marked as sent."""
         again = copy.copy(self)
         again._sent = 0

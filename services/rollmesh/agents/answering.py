@@ -1,7 +1,5 @@
 """Chat and completion calls, from request to answer: recorded or not, whole or streamed."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
@@ -68,7 +66,7 @@ class Answering:
         request: Request,
         body: ChatRequest | CompletionRequest,
         named: str,
-        call: _Call,
+        call: "_Call",
         answer_format: Callable[..., AnswerFormat],
     ) -> Response:
         """Return the whole answer, or a stream whose first piece is there: an early failure still has a status."""
@@ -123,7 +121,7 @@ class Answering:
         return await aside(read, int(request.headers.get("content-length", MOST_CHARACTERS)))
 
 
-async def _streamed(call: _Call, shape: AnswerFormat, session_id: str, headers: Mapping[str, str]) -> Response:
+async def _streamed(call: "_Call", shape: AnswerFormat, session_id: str, headers: Mapping[str, str]) -> Response:
     events = call.events(shape, session_id)
     first = await anext(events)
 

@@ -5,8 +5,6 @@ out of sampled ids, and appends a next turn to them without tokenizing them agai
 the chat template of the tokenizer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +75,7 @@ class AnswerMessage:
 class RendererFormat:
     """Format that a renderer knows; a conversation is compared message by message, and its tokens are appended to."""
 
-    def __init__(self, name: str, renderer: Renderer, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, renderer: "Renderer", tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
         self.streams = name not in _READ_WHOLE and not name.startswith("deepseek")
         """True if the message of a part of an answer is a part of its message."""
         self._renderer = renderer
@@ -270,7 +268,7 @@ def _known_renderers() -> list[str]:
 
 def _make_renderer(
     name: str, tokenizer: Tokenizer, options: Mapping[str, Any], variables: Mapping[str, Any]
-) -> Renderer:
+) -> "Renderer":
     from renderers import config_from_name, create_renderer
 
     config: Any = type(config_from_name(name))(**options)
@@ -351,7 +349,7 @@ class NamedTokenizer:
 
 
 def _answer_message(
-    content: str, reasoning: str, parsed: Sequence[ParsedToolCall], context_ids: Int32Array
+    content: str, reasoning: str, parsed: "Sequence[ParsedToolCall]", context_ids: Int32Array
 ) -> AnswerMessage:
     calls: list[Mapping[str, Any]] = []
     invalid: list[Mapping[str, Any]] = []
@@ -372,7 +370,7 @@ def _answer_message(
     )
 
 
-def _problem_of(call: ParsedToolCall) -> str:
+def _problem_of(call: "ParsedToolCall") -> str:
     """Return why a parsed call is none that a client can read and send back, or an empty text."""
     if not isinstance(call.name, str) or not call.name:
         return "missing_name"

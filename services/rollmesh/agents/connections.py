@@ -4,8 +4,6 @@ A session is in one process, to which the others forward its requests. The traje
 process that leases the trajectories of a session. A forwarded request is never forwarded again.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar

@@ -9,8 +9,6 @@ renders it differently), no recorded id can be kept: the context has drifted.
     recorded ids   | prompt ... up to ``mark.at``  | sampled tokens  | environment tokens |
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

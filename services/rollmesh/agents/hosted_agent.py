@@ -4,8 +4,6 @@ The function gets an OpenAI client whose calls are those of its session. One tas
 gives; the pool bounds their number.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

@@ -14,8 +14,6 @@ DELETE  /v1/sessions/{id}              give up a session without a reward: its p
 A call that names a session (``session_address``) is recorded in it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from functools import partial

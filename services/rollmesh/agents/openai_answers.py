@@ -1,7 +1,5 @@
 """JSON of answers: whole ones, and the events of a stream."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Errors in OpenAI's format: message, type, parameter and code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine
 from typing import Any
 

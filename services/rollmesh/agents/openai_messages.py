@@ -1,7 +1,5 @@
 """Messages and tools of a chat request, and the base of every request: unknown fields are rejected unless empty."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

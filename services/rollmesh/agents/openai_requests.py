@@ -1,7 +1,5 @@
 """Request models of the API; unknown fields and unsupported values are rejected."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -235,7 +233,7 @@ class ChatRequest(ConversationRequest):
     """Must be false if an assistant message ends the conversation, else true. (Not part of OpenAI's API.)"""
 
     @model_validator(mode="after")
-    def _continues_what_is_begun(self) -> ChatRequest:
+    def _continues_what_is_begun(self) -> "ChatRequest":
         is_begun = self.messages[-1].role == "assistant"
         for number, message in enumerate(self.messages):
             if message.prefix and not (is_begun and message is self.messages[-1]):
@@ -251,7 +249,7 @@ class ChatRequest(ConversationRequest):
         return self
 
     @model_validator(mode="after")
-    def _results_answer_calls(self) -> ChatRequest:
+    def _results_answer_calls(self) -> "ChatRequest":
         """Match every tool message with a call of the assistant message before it, and no call with two."""
         open_calls: set[str] | None = None  # None: no assistant message with calls precedes
         for number, message in enumerate(self.messages):
@@ -297,7 +295,7 @@ class CompletionRequest(SamplingRequest):
     """0 sends the log-probability of each token; those of other tokens are not known."""
 
     @model_validator(mode="after")
-    def _not_too_many(self) -> CompletionRequest:
+    def _not_too_many(self) -> "CompletionRequest":
         count = self.prompt_count * (self.n or 1)
         if count > MOST_ANSWERS:
             raise ValueError(
@@ -392,7 +390,7 @@ class RewardRequest(Closed):
     """Further numbers that are stored with the reward."""
 
     @model_validator(mode="after")
-    def _one_word(self) -> RewardRequest:
+    def _one_word(self) -> "RewardRequest":
         valued = self.reward is not None or self.turns is not None
         if sum((valued, self.error is not None, self.verify)) != 1:
             raise ValueError(

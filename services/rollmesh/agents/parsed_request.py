@@ -1,7 +1,5 @@
 """Parsing of a call: policy version, context, sampling parameters, and the limits inside a session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

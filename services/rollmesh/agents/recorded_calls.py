@@ -1,7 +1,5 @@
 """Calls in a session: every token is recorded as sampled, and trained on after the agent posts its reward."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -1,7 +1,5 @@
 """JSON of answers in the Responses API: a response with its output items, and the events of a stream."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Request model of the Responses API; its items are translated into the messages of a chat."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -4,8 +4,6 @@ Agents that set only a base URL and a key use ``/sessions/ID/v1`` or the key ``s
 calls alone; every other request carries the run's token.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from typing import Annotated

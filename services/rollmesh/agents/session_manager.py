@@ -4,8 +4,6 @@ The worker leases a new trajectory for every waiting agent, and every partial tr
 and those of a crashed service, whose sessions continue here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Rewards of agents' sessions: posted once a session, and recorded once for each of its trajectories."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack

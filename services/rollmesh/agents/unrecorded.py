@@ -1,7 +1,5 @@
 """Calls without a session: never recorded and never trained on."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import secrets

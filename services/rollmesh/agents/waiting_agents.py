@@ -5,8 +5,6 @@ evaluator runs them by the same program as the worker runs its leases. No queue 
 and the next one that claims the evaluation begins it again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -7,8 +7,6 @@ of which a part or the scale is missing, although it changes too little for the 
 in an engine of a low precision, which rounds most of an update away.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -67,7 +65,7 @@ class Canary:
         """Scores of the last version at which both the trainer's and the engine's scores changed."""
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> Canary:
+    def from_config(cls, config: RunConfig) -> "Canary":
         dtype, given = config.model.dtype, config.generator.canary_threshold
         return cls(THRESHOLDS[dtype] if given is None else given, MIN_CHANGES[dtype], CHANGE_NOISE[dtype])
 

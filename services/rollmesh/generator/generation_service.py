@@ -6,8 +6,6 @@ every few seconds, as long as the engine responds. A caller also takes an older 
 or than it asked for, for a fault; an engine may serve an older one by the time that a call ends without a token.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager

@@ -1,7 +1,5 @@
 """Prometheus metrics of the generator: the engine's counters, and the results of calls and reloads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from prometheus_client import Metric

@@ -1,7 +1,5 @@
 """The generator process: an engine, its gRPC server, the policy watcher, the registration and the admin port."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 

@@ -14,8 +14,6 @@ If a policy cannot be served, the old weights keep serving. If they are lost too
 paused and out of rotation until a version passes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -8,8 +8,6 @@
 If a policy cannot be served, the old weights keep serving and the reason is logged and counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets
@@ -67,7 +65,7 @@ class PolicyWatcher:
         health: Health,
         *,
         rules: ReloadRules,
-        turns: ReloadTurns,
+        turns: "ReloadTurns",
     ) -> None:
         self._loader = loader
         self._registry = registry

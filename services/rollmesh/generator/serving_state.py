@@ -1,7 +1,5 @@
 """State in which a generator serves, and its entry in the registry: identity, policy version and load."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

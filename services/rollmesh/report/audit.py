@@ -4,8 +4,6 @@ The ledger check and the re-scoring read batch files, committed trainer states a
 Only the check for lost groups requires the account of the queue.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections import Counter
@@ -61,7 +59,7 @@ _VERDICT_STYLES = {
 }
 
 
-def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: Console | None = None) -> AuditResult:
+def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: "Console | None" = None) -> AuditResult:
     """Audit a run, write ``audit.json`` and return the result.
 
     ``account`` is the content of the queue (None: lost groups are not checked); ``progress`` is a console for bars.
@@ -101,7 +99,7 @@ def known_train_steps(folder: RecordedRun, store: CheckpointStore, account: Queu
     return steps | train_steps_of_versions([*registry, *store.complete_policies()], logged)
 
 
-def print_audit(result: AuditResult, console: Console) -> None:
+def print_audit(result: AuditResult, console: "Console") -> None:
     """Print the result as a table, followed by the verdict."""
     from rich.table import Table
 
@@ -126,7 +124,7 @@ def print_audit(result: AuditResult, console: Console) -> None:
 
 
 def _audit(
-    folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None, progress: Console | None
+    folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None, progress: "Console | None"
 ) -> AuditResult:
     from rich.progress import Progress
 

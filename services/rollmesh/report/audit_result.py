@@ -1,7 +1,5 @@
 """Result of an audit: facts, descriptions of problems, and the verdict."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -10,8 +10,6 @@ failure.json        reason of a failed run
 logs/  checkpoints/
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

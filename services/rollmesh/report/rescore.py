@@ -1,7 +1,5 @@
 """Re-scoring of an audit: every pure segment of every batch file with the verified checkpoint of its policy version."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,7 +106,7 @@ class ScoredTokens:
 def rescore(
     store: CheckpointStore,
     trained: Trained,
-    published: PublishedPolicies,
+    published: "PublishedPolicies",
     *,
     dtype: str,
     train_steps: Mapping[int, int],
@@ -193,10 +191,10 @@ def _version_gap(
 
 
 def gaps_of_version(
-    scorer: PolicyScorer,
+    scorer: "PolicyScorer",
     version: int,
     trajectories: Iterable[Trajectory],
-    exact: Callable[[], PolicyScorer] | None = None,
+    exact: "Callable[[], PolicyScorer] | None" = None,
 ) -> Gaps:
     """Compute the gap of every token in a pure segment of ``version``.
 
@@ -223,7 +221,9 @@ def gaps_of_version(
     return Gaps(values=_joined(values), resolution=_joined(resolution))
 
 
-def own_rounding(fine: PolicyScorer, coarse: PolicyScorer, version: int, trajectories: Iterable[Trajectory]) -> float:
+def own_rounding(
+    fine: "PolicyScorer", coarse: "PolicyScorer", version: int, trajectories: Iterable[Trajectory]
+) -> float:
     """Compute the mean gap between two dtypes of the trainer's program, over the tokens of ``gaps_of_version``."""
     gaps: list[Float64Array] = []
     for temperature, work in _by_temperature(version, trajectories).items():
@@ -252,7 +252,7 @@ def _inputs(temperature: float, work: Sequence[ScoredTokens]) -> tuple[list[Int3
     return [each.token_ids for each in work], temperature, [each.kept_sets for each in work]
 
 
-def _gaps(scorer: PolicyScorer, temperature: float, work: Sequence[ScoredTokens]) -> list[Float64Array]:
+def _gaps(scorer: "PolicyScorer", temperature: float, work: Sequence[ScoredTokens]) -> list[Float64Array]:
     """Compute the gaps of the segments of each trajectory, one array per trajectory."""
     gaps: list[Float64Array] = []
     for values, each in zip(scorer.logprobs(*_inputs(temperature, work)), work, strict=True):
@@ -307,13 +307,13 @@ def _side_by_side(gap_of: Callable[[int], VersionGap], versions: Sequence[int]) 
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no further version
 
 
-def _load(policy: VerifiedPolicy) -> PolicyScorer:
+def _load(policy: VerifiedPolicy) -> "PolicyScorer":
     from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
     return PolicyScorer.from_policy(policy)
 
 
-def _in_dtype(scorer: PolicyScorer, dtype: str) -> PolicyScorer:
+def _in_dtype(scorer: "PolicyScorer", dtype: str) -> "PolicyScorer":
     import torch
 
     return scorer.in_dtype(getattr(torch, dtype))

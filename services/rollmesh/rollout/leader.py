@@ -4,8 +4,6 @@ Every write carries the leader's token, so a stalled replica that has lost the l
 on the current view only: a new leader decides again on all that the previous leader left incomplete.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

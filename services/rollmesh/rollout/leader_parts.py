@@ -1,7 +1,5 @@
 """Parts of the leader: evidence for its view, ranks and rounds of groups, due evaluations, reasons that end a run."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

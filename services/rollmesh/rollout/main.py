@@ -1,7 +1,5 @@
 """Rollout process: a worker, a candidate for leadership, an evaluator and the admin port."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace

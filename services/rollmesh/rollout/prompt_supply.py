@@ -1,7 +1,5 @@
 """Prompts of the leader: opened in a thread, and drawn by the sampler of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -3,8 +3,6 @@
 In PromQL, read them where ``rollmesh_rollout_leader`` is 1, as the recording rules of the chart do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ answers; null for one that fails or takes too long. The libraries are imported o
 GPU there is nothing to choose, and no line.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

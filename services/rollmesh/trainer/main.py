@@ -1,7 +1,5 @@
 """Entry point of the trainer service: one process, or the ranks that torchrun starts."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -5,8 +5,6 @@
 with a wrong setting. After a signal it exits with 1 and a traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Batched writes to the queue: partial saves, last tokens, scores, releases, failures, restarts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A real gateway over a real queue that moves, and a real browser in front of it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -198,7 +196,7 @@ def viewing(folder: Path, *options: str, **environment: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
+def browser() -> "Iterator[Browser]":
     """Debian's Chromium; the tests skip where it, or the package that drives it, is missing."""
     executable = shutil.which("chromium")
     if executable is None:
@@ -212,7 +210,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="package")
-def scene(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(browser: "Browser", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """About a hundred rollouts in flight, a train step every few seconds."""
     with scene_of(tmp_path_factory.mktemp("scene"), 96) as moving:
         yield moving
@@ -230,7 +228,7 @@ def at_rest(scene: Scene) -> Iterator[Scene]:
     scene.go_on()
 
 
-def expect(shown: Locator) -> LocatorAssertions:
+def expect(shown: "Locator") -> "LocatorAssertions":
     """Assert by waiting: whatever follows a fetch, a queued event or a frame may come at any time after it."""
     from playwright.sync_api import expect as assertions
 
@@ -242,7 +240,7 @@ def ask(url: str, **options: Any) -> httpx.Response:
     return httpx.get(url, timeout=_SECONDS, **options)
 
 
-def show_section(page: Page, name: str) -> None:
+def show_section(page: "Page", name: str) -> None:
     """Follow a link of the navigation; a phone shows one section at a time, and only once the address has changed."""
     link = page.get_by_role("link", name=name, exact=True)
     link.click()
@@ -252,7 +250,7 @@ def show_section(page: Page, name: str) -> None:
 class Window:
     """One page with what it asked for and complained about."""
 
-    def __init__(self, context: BrowserContext, url: str) -> None:
+    def __init__(self, context: "BrowserContext", url: str) -> None:
         self.page: Page = context.new_page()
         self.url = url
         self.requests: list[str] = []
@@ -276,7 +274,7 @@ class Window:
         if kind in ("error", "warning"):
             self.complaints.append(f"{kind}: {text}")
 
-    def open(self, looks: int = 2) -> Page:
+    def open(self, looks: int = 2) -> "Page":
         """Load the page and wait until it shows the run; one that has ended is drawn once."""
         self.page.goto(self.url)
         self.wait_for_looks(looks)
@@ -300,7 +298,7 @@ class Window:
 
 
 @pytest.fixture
-def window(browser: Browser, scene: Scene) -> Iterator[Callable[..., Window]]:
+def window(browser: "Browser", scene: Scene) -> Iterator[Callable[..., Window]]:
     """Open windows on the scene; at the end none of them may have complained about anything."""
     opened: list[tuple[BrowserContext, Window]] = []
 

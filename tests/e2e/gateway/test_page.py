@@ -1,7 +1,5 @@
 """The live page in a real browser, in front of a queue that moves."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -113,7 +111,7 @@ def test_the_timeline_shows_every_version_in_its_colour_and_in_words(window: Ope
     expect(page.locator("#rollouts-as-table")).to_have_attribute("aria-expanded", "true")
 
 
-def _versions_named(canvas: Locator) -> list[int]:
+def _versions_named(canvas: "Locator") -> list[int]:
     """Versions in the words that stand for the timeline."""
     return [int(version) for version in re.findall(r"on v(\d+)", canvas.get_attribute("aria-label") or "")]
 

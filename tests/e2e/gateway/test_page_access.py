@@ -1,7 +1,5 @@
 """The live page without a mouse and without eyes: keyboard, landmarks, names, contrasts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -47,7 +45,7 @@ def test_every_control_is_reached_by_tab_in_reading_order_with_a_visible_focus(w
     assert "CANVAS" in {s["tag"] for s in seen}
 
 
-def _walk(page: Page) -> list[dict[str, Any]]:
+def _walk(page: "Page") -> list[dict[str, Any]]:
     """What has the focus after each press of Tab, once through the page."""
     seen: list[dict[str, Any]] = []
     for _ in range(MOST_TABS):
@@ -81,7 +79,7 @@ def test_rollouts_and_curves_are_read_with_the_arrow_keys(window: Open, at_rest:
     chart.locator("tbody tr").nth(1).wait_for()
 
 
-def _select_one_in_flight(page: Page) -> None:
+def _select_one_in_flight(page: "Page") -> None:
     """Go down the lanes to a rollout that is under way: one that has ended may have been trained, and be gone."""
     for _ in range(MOST_TABS):
         if ", leased, " in (page.locator("#timeline-readout").text_content() or ""):
@@ -140,7 +138,7 @@ def test_axe_finds_nothing(window: Open, at_rest: Scene, size: dict[str, int], s
     page.keyboard.press("Escape")
 
 
-def _check(axe: Any, page: Page) -> None:
+def _check(axe: Any, page: "Page") -> None:
     found = axe.run(page)
     violations = [
         (rule["id"], rule["help"], [node["html"][:160] for node in rule["nodes"]][:4])

@@ -1,7 +1,5 @@
 """What a person does on the live page, checked in the queue itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -26,7 +24,7 @@ def left_as_found(scene: Scene) -> Iterator[None]:
     scene.in_store(lambda store: store.policies.pin(None))
 
 
-def _with_token(page: Page) -> None:
+def _with_token(page: "Page") -> None:
     page.fill("#token", TOKEN)
     page.press("#token", "Enter")
     page.locator("#action-result", has_text="Actions are open").wait_for()

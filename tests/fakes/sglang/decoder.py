@@ -1,7 +1,5 @@
 """The stand-in's model side: real logits, a key-value cache per request, weights that can be swapped under it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """HTTP of the stand-in server; run as ``python -m sglang.launch_server`` with this folder's parent on PYTHONPATH."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

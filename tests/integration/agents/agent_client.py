@@ -1,7 +1,5 @@
 """An agent of the tests: calls in the conversation of one session."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Awaitable
 from typing import Any
@@ -28,7 +26,7 @@ class Agent:
         self.client = api.client(default_headers={"X-Rollmesh-Session": self.id}, **client)
 
     @classmethod
-    async def open(cls, api: Api, http: httpx.AsyncClient, **client: Any) -> Agent:
+    async def open(cls, api: Api, http: httpx.AsyncClient, **client: Any) -> "Agent":
         answer = await http.post("/sessions", json={"wait_seconds": 90})
         assert answer.status_code == 201, answer.text
         return cls(api, answer.json(), **client)

@@ -3,8 +3,6 @@
 python openenv_worlds.py FOLDER PORT      FOLDER has the environment that `openenv init` wrote, served below /echo
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import sys

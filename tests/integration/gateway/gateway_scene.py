@@ -1,7 +1,5 @@
 """A populated run on a real server, and a real gateway process in front of it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -70,7 +68,7 @@ class Scene:
     """Of the tokens that were appended."""
 
     @classmethod
-    async def begin(cls, store: TrajectoryStore, config: RunConfig, tokenizer: Tokenizer) -> Scene:
+    async def begin(cls, store: TrajectoryStore, config: RunConfig, tokenizer: Tokenizer) -> "Scene":
         await store.limits.init_run(run_limits(config))
         leader = await store.leadership.acquire("rollout-0")
         assert leader is not None

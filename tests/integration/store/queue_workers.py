@@ -1,7 +1,5 @@
 """Random workers on a real queue, compared with the plain model after every step."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -64,7 +62,7 @@ class QueueWorkers(RuleBasedStateMachine):
 
     url: ClassVar[str]
     group_size: ClassVar[int] = 2
-    numbers: ClassVar[itertools.count[int]] = itertools.count()
+    numbers: ClassVar["itertools.count[int]"] = itertools.count()
     store: TrajectoryStore
     model: WholeQueueModel
     leader: Any

@@ -1,7 +1,5 @@
 """A small mesh around a real store, every key of a run as plain values, and a Redis that forgets an upload."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -173,7 +171,7 @@ class Mesh:
         leased: int = 0,
         completed: bool = False,
         **changes: object,
-    ) -> Mesh:
+    ) -> "Mesh":
         """Begin a run with so many groups; the worker has leased so many of their trajectories, or completed all."""
         await store.limits.init_run(limits(**changes))
         leader = await store.leadership.acquire("leader")

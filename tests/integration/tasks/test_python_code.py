@@ -29,7 +29,6 @@ DOUBLE = {"tests": [{"input": "3\n", "output": "6"}, {"input": ["4"], "output": 
 HALF = {"entry_point": "half", "tests": [{"args": [1], "expected": 0.5}]}
 GOOD = "def add(a, b): return a + b\n"
 RECORD = """
-from __future__ import annotations
 import dataclasses, pickle
 @dataclasses.dataclass
 class Sum:

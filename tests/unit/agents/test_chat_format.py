@@ -4,8 +4,6 @@ The renderers come from another package, and so do their answers here: a convers
 the renderer writes for it, and split in ways in which no tokenizer would split them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -50,7 +48,7 @@ def config(folder: Path, **agents: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def talk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Talk:
+def talk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Talk":
     folder = tmp_path_factory.mktemp("family")
     return Talk(make_family_tokenizer(folder, request.param), request.param)
 

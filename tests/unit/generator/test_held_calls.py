@@ -1,7 +1,5 @@
 """Calls that wait: held for callers behind with saving, or without a token for longer than the chunk timeout."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random
@@ -44,7 +42,7 @@ class Reader(Running):
     def acknowledge(self) -> None:
         self.engine.acknowledge({self.rollout.call.trajectory_id: len(self.rollout.ids)})
 
-    async def held(self) -> Reader:
+    async def held(self) -> "Reader":
         """Wait until the call may not sample another chunk; chunks are aligned over all calls: one may be short."""
         await reached(lambda: len(self.rollout.tokens) > LIMIT - CHUNK)
         return self

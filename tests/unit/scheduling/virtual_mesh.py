@@ -5,8 +5,6 @@ waiting) wherever they could break, and again after every tick. A leader that di
 decisions, and the next one comes some ticks later. The leases of a dead worker run out some ticks after its death.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
@@ -93,7 +91,7 @@ class VirtualMesh:
     """First tick with a leader."""
     deaths: Counter[str] = field(default_factory=Counter)
     """Deaths of workers, generators and leaders."""
-    names: itertools.count[int] = field(default_factory=itertools.count)
+    names: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         rules = self.schedule

@@ -1,7 +1,5 @@
 """Generation engines behind one protocol, by their names in ``generator.engine``; importing this loads none of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -6,8 +6,6 @@ until the caller acknowledges more tokens. A held call keeps its slot and its ca
 interrupted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

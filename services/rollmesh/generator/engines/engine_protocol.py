@@ -1,7 +1,5 @@
 """The engine protocol: the interface between the generator service and any engine, and its declaration."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

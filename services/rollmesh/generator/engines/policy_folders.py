@@ -4,8 +4,6 @@ An engine would load most of what is refused here without an error: SGLang ignor
 and reports weights that do not fit only after it has replaced some of them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -4,8 +4,6 @@ An adapted layer is computed as ``W x + alpha / rank * B A x``. A has seeded noi
 changes no output. Only A and B are trained; the base is frozen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

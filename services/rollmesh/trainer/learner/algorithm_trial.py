@@ -1,7 +1,5 @@
 """Trial of an algorithm with a user's code: advantages, masks and loss of one small batch, with a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Distributed setup: one process, or several under torchrun with FSDP2, behind the same functions."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta

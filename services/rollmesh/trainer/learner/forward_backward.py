@@ -1,7 +1,5 @@
 """Forward and backward passes: scoring without a gradient, and the gradient of one minibatch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -51,7 +49,7 @@ class Compute:
         """Return the context manager for a forward pass of a model that is not sharded yet."""
         return replace(self, autocast=self.autocast or self.mixed_shards).precision()
 
-    def sharing(self, model: PolicyModel, choice: Literal["auto"] | bool, longest: int) -> Compute:
+    def sharing(self, model: PolicyModel, choice: Literal["auto"] | bool, longest: int) -> "Compute":
         """Return these settings with what ``trainer.share_prefixes`` chooses for a model that is not sharded yet.
 
         auto shares nothing where a shared token differs from one of its own sequence; true raises ConfigError there.

@@ -1,7 +1,5 @@
 """Other weights than the current ones, to score with: an earlier version, an average, a copy in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The methods of a run file as functions with their options bound, and the settings of a train step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainer-side log-probabilities for an old-logprob source, computed before the first update of a train step."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ class OldLogprobScorer:
 
     _model: PolicyModel
     _compute: Compute
-    _stage: StageRecord
+    _stage: "StageRecord"
     _versions: PolicyVersions
     _average: WeightAverage
 

@@ -1,7 +1,5 @@
 """Causal attention over a packed row: every token reads the tokens on its path through the prefix tree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -33,7 +31,7 @@ class PackedLayout:
     key_offsets: Tensor  # int32 [branches + 1]
 
     @classmethod
-    def of(cls, tree: PrefixTree, device: torch.device) -> PackedLayout:
+    def of(cls, tree: PrefixTree, device: torch.device) -> "PackedLayout":
         """Build the layout of a tree."""
         lengths = tuple(branch.end - branch.start for branch in tree.branches)
         reads = tuple(branch.depth + length for branch, length in zip(tree.branches, lengths, strict=True))

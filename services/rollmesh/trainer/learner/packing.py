@@ -1,7 +1,5 @@
 """Micro-batches without padding: sequences concatenated, with the tokens that they begin with in common once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

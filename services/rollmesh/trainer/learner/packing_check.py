@@ -4,8 +4,6 @@ The weights of a new model are small, so a soft cap, an attention bias or a lost
 logits of the current weights therefore cannot prove a property that depends on the size of the logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

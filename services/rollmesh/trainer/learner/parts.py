@@ -5,8 +5,6 @@ only if it has the same groups with the same contents and settings: a queue that
 have generated a group again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Copies of the policy in training, and the folders that are written from them while the next step trains."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

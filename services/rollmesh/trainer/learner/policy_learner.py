@@ -1,7 +1,5 @@
 """A policy in training: its model, its optimizer, and the passes and copies of its weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self

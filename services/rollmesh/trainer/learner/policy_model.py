@@ -1,7 +1,5 @@
 """The trainer's policy model: any Hugging Face causal LM, with packed input."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -74,7 +72,7 @@ class PolicyModel(nn.Module):
         return base_parameters(self.causal_lm)
 
     @contextmanager
-    def base_only(self) -> Iterator[PolicyModel]:
+    def base_only(self) -> "Iterator[PolicyModel]":
         """Switch the adapter off within the block. For passes without a gradient."""
         with adapter_off(self.causal_lm):
             yield self

@@ -1,7 +1,5 @@
 """Published policies as models, and log-probabilities under them without an optimizer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The optimizer and the saved state of the policy in training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ A step is deterministic and the learning rate depends on the step only. Weights 
 state, and a replayed step gives the same weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

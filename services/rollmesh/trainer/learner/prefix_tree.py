@@ -1,7 +1,5 @@
 """Sequences that begin alike as a tree, in which a shared token occurs once, and micro-batches balanced by it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

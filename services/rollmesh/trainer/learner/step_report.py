@@ -1,7 +1,5 @@
 """The report of one train step: statistics from flat columns in float64, as numbers ready for JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Columns of a batch beside its tokens: units of credit, which have one return and one advantage, and teachers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -75,7 +73,7 @@ class TeacherScores:
     top_ids: Int32Array | None  # [tokens, top_k]; None unless all columns have the same top_k
     top_logprobs: Float32Array | None  # [tokens, top_k]
 
-    def choose(self, inside: BoolArray) -> TeacherScores:
+    def choose(self, inside: BoolArray) -> "TeacherScores":
         """Return the scores of the tokens where ``inside`` [tokens] is True."""
         columns = {each.name: getattr(self, each.name) for each in fields(self)}
         chosen: dict[str, Any] = {name: None if value is None else value[inside] for name, value in columns.items()}

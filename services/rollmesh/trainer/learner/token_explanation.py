@@ -1,7 +1,5 @@
 """Explanation of the loss weight of each token: version, ratio, weight, and the effect of the clip or the mask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Log-probability and entropy of tokens from the hidden states that predict them, one chunk of logits at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +25,7 @@ def score_tokens(
     kept: Tensor | None = None,
     *,
     entropy: bool,
-    top: TopTokens | None = None,
+    top: "TopTokens | None" = None,
     own_logits: OwnLogits | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[Tensor, ...]:
@@ -92,7 +90,7 @@ class TopTokens:
     ids: Tensor  # int64 [tokens, k]
     logprobs: Tensor  # float [tokens, k]
 
-    def __getitem__(self, part: slice) -> TopTokens:
+    def __getitem__(self, part: slice) -> "TopTokens":
         return TopTokens(ids=self.ids[part], logprobs=self.logprobs[part])
 
     def forward_kl(self, logprobs: Tensor) -> Tensor:
@@ -138,7 +136,7 @@ class _Columns:
     kept: Tensor | None
     top: TopTokens | None = None
 
-    def __getitem__(self, part: slice) -> _Columns:
+    def __getitem__(self, part: slice) -> "_Columns":
         heat, kept = self.temperatures, self.kept
         if kept is not None:
             first, last = torch.searchsorted(kept[0], kept.new_tensor([part.start, part.stop])).tolist()

@@ -1,7 +1,5 @@
 """A batch as flat columns, per token and per trajectory. Built once, before the split into minibatches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -86,7 +84,7 @@ class TrainBatch(TokenBatch):
     unscored: Int64Array  # [groups], trajectories dropped because they have neither a verifier's nor an assigned reward
     teacher: TeacherScores | None  # None unless the step reads the columns of teachers
 
-    def subset(self, chosen: BoolArray) -> TrainBatch:
+    def subset(self, chosen: BoolArray) -> "TrainBatch":
         """Return the batch of the ``chosen`` trajectories, bool [trajectories]; itself if that is all of them."""
         if chosen.all():
             return self

@@ -3,8 +3,6 @@
 plan.flatten -> advantages, old logprobs, masks -> per minibatch: gradient (micro-batches), clip, update
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Source of the batch of a train step: its batch file if there is one, else the queue; and of its replayed groups."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -60,7 +58,7 @@ class BatchSource:
     _checkpoints: CheckpointStore
     _catalog: PolicyCatalog
     _retry: Retry
-    _replay: ReplaySource
+    _replay: "ReplaySource"
     _settings: Callable[[int], StepSettings]
     """Function that returns the settings of the run file for a train step."""
     _log: Logger = field(default_factory=lambda: get_logger("batch_source"), init=False)

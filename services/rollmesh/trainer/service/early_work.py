@@ -1,7 +1,5 @@
 """Passes before the update of a batch: over parts of it while its cut is awaited, and over what continues after it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

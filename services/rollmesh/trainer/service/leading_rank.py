@@ -1,7 +1,5 @@
 """The shared state of the parts of rank 0, writes that are retried, and the report in the queue of a wait."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable

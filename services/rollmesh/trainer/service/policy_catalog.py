@@ -1,7 +1,5 @@
 """The policy versions of a run: train steps, verified folders, the KL reference, the base of adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -13,8 +13,6 @@ without an announcement (or whose announcement is missing in a restored Redis) i
 so a version never has two sets of weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence

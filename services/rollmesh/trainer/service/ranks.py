@@ -4,8 +4,6 @@ An order is one JSON message, broadcast as bytes (never pickle). A batch follows
 exits with an error, its peers fail in their next collective call, and the launcher restarts all ranks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

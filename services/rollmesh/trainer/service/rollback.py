@@ -11,8 +11,6 @@
 The train step continues, and trained batches stay in the ledger. Every line may be repeated after a kill.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar

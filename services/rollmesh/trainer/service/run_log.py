@@ -1,7 +1,5 @@
 """Records of the train steps: JSON lines in the run folder, sample completions, and optional trackers."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Traces of a train step outside the run folder: its summary in the queue, and its spans."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field

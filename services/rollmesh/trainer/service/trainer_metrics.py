@@ -1,7 +1,5 @@
 """Prometheus metrics of the trainer, and the length deciles of trained and dropped groups."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """Progress of the run, which is part of the trainer state, and loading of the newest state."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

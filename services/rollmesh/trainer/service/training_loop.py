@@ -26,8 +26,6 @@ it has at most the file of batch s+1 beyond step s, and:
     batch s+1 written, confirmed, trained   nothing of it was reported; it is replayed from its file, after step s
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable

@@ -5,8 +5,6 @@ server's run_id changes, Redis may have been restored to an earlier state. The t
 from the checkpoint store before any other call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Faults of an environment server of verifiers: each costs its own rollout, by an error that names the cause."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,7 +40,7 @@ class Router:
     async def answer(self, client: bytes, request: bytes, kind: str, body: Any) -> None:
         await self.socket.send_multipart([client, request, kind.encode(), msgpack.packb(body)])
 
-    async def serve(self, run: Callable[[Router, bytes, bytes], Awaitable[None]]) -> None:
+    async def serve(self, run: "Callable[[Router, bytes, bytes], Awaitable[None]]") -> None:
         while True:
             client, request, method, body = await self.socket.recv_multipart()
             self.asked.append((request, method, msgpack.unpackb(body)))

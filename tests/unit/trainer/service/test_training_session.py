@@ -1,7 +1,5 @@
 """State that a trainer reads at startup, and its stop on request."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,18 +77,18 @@ class Store:
     asked: list[int] = field(default_factory=list)
 
     @property
-    def training(self) -> Store:
+    def training(self) -> "Store":
         return self
 
     @property
-    def policies(self) -> Store:
+    def policies(self) -> "Store":
         return self
 
     async def state(self) -> TrainingState:
         return TrainingState(trained_step=self.trained_step, cut_step=6, committed_step=5, recovering=False)
 
     @property
-    def recovery(self) -> Store:
+    def recovery(self) -> "Store":
         return self
 
     async def server_run_id(self) -> str:

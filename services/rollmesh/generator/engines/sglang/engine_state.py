@@ -1,7 +1,5 @@
 """State of the engine: policy versions, reasons to hold decoding, counters, and the running and waiting calls."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
@@ -22,7 +20,7 @@ from rollmesh.types import GenerationCall
 class EngineState:
     """State of one engine; changed in one asyncio loop."""
 
-    queue: SlotQueue
+    queue: "SlotQueue"
     folder: PolicyFolder | None = None
     """The first policy; later policies have the same architecture. None until the engine has started."""
     in_service: int = -1

@@ -1,7 +1,5 @@
 """Adapters in the server: a name for each load, the slices that name it, and unloading of those without any."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

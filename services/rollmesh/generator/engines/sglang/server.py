@@ -1,7 +1,5 @@
 """The SGLang server of the engine: start or connect, probe, pause and continue, load weights."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

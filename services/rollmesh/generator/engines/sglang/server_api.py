@@ -3,8 +3,6 @@
 Uses aiohttp because a slice is a small and frequent request: 0.12 ms of CPU each, compared with 1.9 ms for httpx.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

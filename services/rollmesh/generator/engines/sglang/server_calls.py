@@ -1,7 +1,5 @@
 """Execution of calls on the server: wait for a slot, send a slice, read its response, end early."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

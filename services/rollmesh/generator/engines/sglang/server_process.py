@@ -1,7 +1,5 @@
 """The SGLang server as a child process: session, log file and exit."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The asyncio interface of the SGLang engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

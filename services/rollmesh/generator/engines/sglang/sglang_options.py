@@ -1,7 +1,5 @@
 """Options of the SGLang engine: command line and environment of a started server, settings of a running one."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys
@@ -49,7 +47,7 @@ class SglangOptions:
     """Time between two probes of the server."""
 
     @classmethod
-    def from_config(cls, config: RunConfig, index: int) -> SglangOptions:
+    def from_config(cls, config: RunConfig, index: int) -> "SglangOptions":
         server = config.generator.sglang
         key = server.admin_key.get_secret_value() if server.admin_key is not None else None
         return cls(

@@ -4,8 +4,6 @@ A call is generated in requests of at most ``chunk_token_count`` tokens. Only a 
 each token (``weight_versions``), so a slice is also the unit of delivery.
 """
 
-from __future__ import annotations
-
 import math
 from base64 import b64decode
 from collections.abc import Callable, Collection, Mapping, Sequence

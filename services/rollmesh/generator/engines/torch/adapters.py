@@ -6,8 +6,6 @@ multiplies by all places: its shapes and addresses are constant while the number
 computes with the adapters that are loaded when it is replayed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -86,7 +84,7 @@ class AdapterStack:
             raise EngineError(f"policy version {version} is not loaded; loaded are {sorted(self._versions)}")
         return self._versions[version]
 
-    def put(self, version: int, factors: Factors) -> None:
+    def put(self, version: int, factors: "Factors") -> None:
         """Load an adapter; there must be a free place."""
         free = set(range(self._unused.shape[1])) - set(self._versions.values())
         place = self._versions.setdefault(version, min(free, default=BASE))

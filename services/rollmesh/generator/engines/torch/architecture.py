@@ -1,7 +1,5 @@
 """Model architecture from a Hugging Face ``config.json``; unsupported keys are rejected by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path

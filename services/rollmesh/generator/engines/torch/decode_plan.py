@@ -1,7 +1,5 @@
 """What one decode step reads and writes: buffers, views of them and of the cache, and plans that join both."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -67,7 +65,7 @@ class StepBuffers:
         heads = self.arch.kv_head_count
         self.counters[: len(positions) * heads].copy_(torch.from_numpy(np.repeat(positions, heads)))
 
-    def views(self, count: int, *, packed: bool = False) -> TokenViews:
+    def views(self, count: int, *, packed: bool = False) -> "TokenViews":
         """Return the views of the first ``count`` rows of the buffers."""
         if (count, packed) not in self._views:
             self._views[count, packed] = TokenViews(self, count, packed=packed)
@@ -118,7 +116,7 @@ class DecodePlan:
     """Views of the memory that one decode step reads and writes, except weights; reused while its shapes are."""
 
     def __init__(
-        self, buffers: StepBuffers, tiers: Sequence[TierPlan], width: int, used: Int64Array | None = None
+        self, buffers: StepBuffers, tiers: "Sequence[TierPlan]", width: int, used: Int64Array | None = None
     ) -> None:
         """Join the plans of tiers, whose rows follow each other, to a step of ``width`` tokens for every row.
 

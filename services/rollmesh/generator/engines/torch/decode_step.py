@@ -10,8 +10,6 @@ takes the row. The row of a held call may be scratch too, after the end of its t
 cache, so padding cannot affect a call.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -149,7 +147,7 @@ class Stepper:
         """Drop the result of ``prepare`` because rows are about to move."""
         self._current = None
 
-    def _static(self, key: PlanKey, shares: list[TierShare], width: int) -> _StaticStep:
+    def _static(self, key: PlanKey, shares: list[TierShare], width: int) -> "_StaticStep":
         step = self._kept.get(key)
         if step is None:
             step = _StaticStep(self._model, self._buffers, shares, width, self._capture)
@@ -189,7 +187,7 @@ class Stepper:
         self._kept.move_to_end(key)
         return plan
 
-    def _keep(self, key: PlanKey, made: DecodePlan | TierPlan | _StaticStep, most: int) -> None:
+    def _keep(self, key: PlanKey, made: "DecodePlan | TierPlan | _StaticStep", most: int) -> None:
         self._kept[key] = made
         if len(self._kept) > most:
             self._kept.popitem(last=False)

@@ -1,7 +1,5 @@
 """The forward pass of Qwen2, Qwen3 and Llama over packed weights: prefill, one decode step, scoring."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
@@ -82,7 +80,7 @@ class DecoderModel:
         for old, new in zip(self.weights.tensors(), weights.tensors(), strict=True):
             old.copy_(new, non_blocking=True)
 
-    def with_weights(self, weights: Weights) -> DecoderModel:
+    def with_weights(self, weights: Weights) -> "DecoderModel":
         """Return a model that computes the same with other weights of the same architecture and device.
 
         ``score`` of the two models may run at the same time as any method of the other.
@@ -139,7 +137,7 @@ class DecoderModel:
         return views.logits
 
     def prefill(
-        self, tokens: Tensor, places: Int64Array | None = None, past: Past | None = None
+        self, tokens: Tensor, places: Int64Array | None = None, past: "Past | None" = None
     ) -> tuple[Tensor, Tensor]:
         """Compute the cache of right-padded contexts, tokens int64 [batch, length], which continue ``past``.
 
@@ -192,7 +190,7 @@ class DecoderModel:
         tokens: Tensor,
         places: Int64Array | None = None,
         into: tuple[Tensor, Tensor] | None = None,
-        past: Past | None = None,
+        past: "Past | None" = None,
     ) -> Tensor:
         """Return the last hidden states [batch * length, hidden]; with ``into``, stop at the last keys and values."""
         arch = self.arch
@@ -286,7 +284,7 @@ class Past(NamedTuple):
     """Tokens of each beginning, int64 [batch]."""
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> Past:
+    def of(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> "Past":
         """Put keys [layers, kv_heads, head_size, tokens] and values [layers, kv_heads, tokens, head_size] together."""
         lengths = [keys.shape[-1] for keys, _ in parts]
         (layers, heads, size, _), like = parts[0][0].shape, parts[0][0]

@@ -9,8 +9,6 @@ overwritten belongs to the prompts that were not used for longest. Links into ov
 prompts may have one hash: a draft is compared with the last tokens before it is used, and verified in any case.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ A session's next turn, a resumed trajectory and the members of a group begin wit
 under the same policy version. They are found by their ids, at any length from a block on, and copied.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import islice
 

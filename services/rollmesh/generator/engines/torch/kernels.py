@@ -9,8 +9,6 @@ are permuted in the same way, so the packed projections put each pair side by si
 ``(a + ib) * exp(i * position * frequency)``: one operation in place instead of six.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import timeit

@@ -8,8 +8,6 @@ Blocks grow on demand and release unused rows, so the allocated tokens never exc
 block or the moved rows exist twice. What the blocks leave of the capacity holds the prefixes of calls that have ended.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence

@@ -5,8 +5,6 @@ waiting    calls in order of arrival; preempted calls return to their position
 outbox     chunks of the last few steps, delivered to the asyncio thread in one wake-up
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """The running calls: one decode step for all of them (``step``), and their start and end. Model thread only."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence

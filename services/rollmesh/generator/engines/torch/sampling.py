@@ -5,8 +5,6 @@ generator. One uniform and a running sum per row cost far less than a Gumbel val
 of 150k). Both methods are equally robust: a token changes only if two candidates are within rounding error.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

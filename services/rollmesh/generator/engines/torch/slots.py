@@ -4,8 +4,6 @@ A call keeps its slot until it ends, while rows of the cache move. ``SlotTable.a
 change of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ A call drafts 2 tokens, twice as many after each draft that is accepted whole, u
 measured seconds of both; else speculation rests, four times as long after every trial that does not pay.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

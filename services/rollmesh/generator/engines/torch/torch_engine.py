@@ -1,7 +1,5 @@
 """The asyncio interface of the torch engine."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

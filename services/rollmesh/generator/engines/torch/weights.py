@@ -5,8 +5,6 @@ factor (``decoder_model.unit_norm``). The other two are multiplied into the next
 matrix is shared (a tied head).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator
