@@ -256,7 +256,6 @@ async def test_an_agent_that_leaves_while_its_answer_is_saved_keeps_its_session(
         await agent.turn()
         done = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})
         assert done.status_code == 200 and done.json()["drift_count"] == 0, done.text
-        await agent.aclose()
 
 
 async def test_one_call_at_a_time_works_on_a_session(make_mesh: Callable[..., Any]) -> None:

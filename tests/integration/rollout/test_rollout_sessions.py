@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
+
 from rollmesh.config.store import StoreConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.store import Append, TrajectoryStore, WriteStatus
@@ -97,15 +99,17 @@ async def test_trajectories_leased_in_the_moment_in_which_redis_stops_are_not_lo
 async def test_tokens_are_never_joined_to_tokens_that_another_worker_has_saved(store):
     async with whole_mesh(store, ScriptedGenerator("a", seconds_per_token=0.03), chunk=16) as run:
         longest = await reached(lambda: next((i for i in run.session.trajectories if len(answer_of(i, 40)) > 20), None))
-        other = policy_tokens(answer_of(longest, 40)[:3], temperature=0.5)
+        ids, logprobs = answer_of(longest, 40)[:3], np.array([-0.5, -1.5, -2.5], np.float32)
+        other = policy_tokens(ids, behavior_logprobs=logprobs)
         item = Append(trajectory_id=longest, token_offset=0, segments=[other])
         assert (await store.trajectories.append(run.session.current, [item]))[0].status is WriteStatus.SAVED
         batch = await run.trainer.train(1)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 1
-    check_batch(batch, run.plan)
-    first = next(t for g in batch.groups for t in g.trajectories if t.trajectory_id == longest).segments
-    assert (len(first[0]), first[0].temperature) == (3, 0.5)
-    assert len(first[1]) == 16, "the next call went on after what was saved"
+    trajectory = next(t for g in batch.groups for t in g.trajectories if t.trajectory_id == longest)
+    first, second = trajectory.segments[:2]
+    assert first.behavior_logprobs.tolist() == logprobs.tolist()
+    assert len(second) == 16, "the next call went on after what was saved"
+    assert trajectory.response_ids.tolist() == answer_of(longest, 40)
 
 
 async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_those_of_a_later_beginning(
