@@ -202,7 +202,9 @@ async def test_a_policy_of_another_tokenizer_drops_the_history_and_says_so_once(
         assert drafted > 0
 
 
-@pytest.mark.parametrize("draws", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "draws", [20_000, pytest.param(1_000_000, marks=(pytest.mark.long, pytest.mark.timeout(1800)))]
+)
 async def test_tokens_follow_the_exact_distribution_of_the_model(model_folder, speculating, draws):
     """Each token becomes a number in the interval of its probability: these numbers are uniform, in 50 classes."""
     engine, length, rng = await speculating(slots=64), 100, np.random.default_rng(0)
