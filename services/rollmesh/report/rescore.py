@@ -135,12 +135,7 @@ def rescore(
             if policy is None:
                 skipped = PRUNED if published.is_prunable(version) else MISSING
             else:
-                scorer = _load(policy)
-                exact = partial(_in_dtype, scorer, "float64") if dtype == "float32" else None
-                measured = gaps_of_version(scorer, version, trajectories(version), exact)
-                if dtype == "bfloat16" and measured.mean > LARGE_MEAN:
-                    rounding = own_rounding(scorer, _in_dtype(scorer, dtype), version, trajectories(version))
-                    bounds = replace(bounds, mean=min(bounds.mean, max(LARGE_MEAN, ROUNDING_FACTOR * rounding)))
+                measured, bounds = _measured(_load(policy), version, partial(trajectories, version), dtype)
         except CheckpointError as error:
             skipped = f"checkpoint refused: {error}"
         segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
@@ -167,6 +162,18 @@ def rescore(
         versions=tuple(gaps),
         announced_manifests=None if None in announced else sum(map(bool, announced)),
     )
+
+
+def _measured(
+    scorer: "PolicyScorer", version: int, trajectories: Callable[[], Iterator[Trajectory]], dtype: str
+) -> tuple[Gaps, GapBounds]:
+    """Return the gaps of a version's tokens and their bounds, in bfloat16 by the rounding of the model itself."""
+    exact = partial(_in_dtype, scorer, "float64") if dtype == "float32" else None
+    gaps, bounds = gaps_of_version(scorer, version, trajectories(), exact), GAP_BOUNDS[dtype]
+    if dtype == "bfloat16" and gaps.mean > LARGE_MEAN:
+        rounding = own_rounding(scorer, _in_dtype(scorer, dtype), version, trajectories())
+        bounds = replace(bounds, mean=min(bounds.mean, max(LARGE_MEAN, ROUNDING_FACTOR * rounding)))
+    return gaps, bounds
 
 
 def _version_gap(

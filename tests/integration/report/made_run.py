@@ -91,7 +91,7 @@ def step_report(
         forward_tokens=int(trajectories * (length + 20)),
         seconds={"evidence": 0.02 * seconds, "gradient": 0.3 * seconds, "update": 0.01 * seconds},
         batch=_batch_stats(spread, length, min(0.35, 0.1 * step) * (step > 1), 0.39 + gain * progress),
-        policy=_policy_stats(trajectories, int(trajectories * length), kl_reference),
+        policy=_policy_stats(trajectories, int(trajectories * length), 0.9 - 0.4 * progress, kl_reference),
     )
     engines = {"prefill_tokens": 4000, "reprefill_tokens": 500, "slot_seconds": 640.0, "running_slot_seconds": 480.0}
     drafts = {"drafted_tokens": 60, "accepted_tokens": 40, "wasted_tokens": 20, "draft_bytes": 4096}
@@ -134,7 +134,7 @@ def _batch_stats(spread: SpreadStats, length: float, off_policy: float, reward: 
     )
 
 
-def _policy_stats(trajectories: int, tokens: int, kl_reference: float | None) -> PolicyStats:
+def _policy_stats(trajectories: int, tokens: int, entropy: float, kl_reference: float | None) -> PolicyStats:
     shares = {"clipped_high": 0.008, "clipped_low": 0.004}
     ratio = filled(RatioStats, tokens=tokens, mean=1.0, std=0.05, min=0.4, max=2.1, **shares)
     return filled(
@@ -145,7 +145,7 @@ def _policy_stats(trajectories: int, tokens: int, kl_reference: float | None) ->
         kl_behavior_k3=0.002,
         effective_sample_size=0.93 * trajectories,
         effective_sample_share=0.93,
-        entropy=0.9,
+        entropy=entropy,
         logprob_gap_pure=GapStats(tokens=tokens // 2, mean=1e-6, max=2e-5),
         forward_kl=0.2,
         kl_reference=kl_reference,
