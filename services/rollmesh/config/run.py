@@ -36,7 +36,7 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
     """Name of the run, used as prefix of its Redis keys and label of its metrics."""
-    folder: str
+    folder: str = Field(min_length=1)
     """Run folder: config, logs, metrics, report, embedded Redis, checkpoints."""
     seed: int = 0
     """Seed of prompts, shuffling and sampling noise (engine torch)."""

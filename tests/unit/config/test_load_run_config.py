@@ -51,6 +51,7 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ("trainer.train_steps=many", "trainer.train_steps: .*'many'"),
         ("schedule.group_size=1", "schedule.group_size=1: .* at least 2"),
         ("rollout.top_p=0", r"rollout.top_p: .*greater than 0 \(got 0\)"),
+        ("folder=''", r"folder: .*at least 1 character \(got ''\)"),
         ("rollout.top_p=1.01", r"rollout.top_p: .*less than or equal to 1 \(got 1.01\)"),
         ("rollout.min_p=1", r"rollout.min_p: .*less than 1 \(got 1\)"),
         ("rollout.top_k=1", r"rollout.top_k: 1 is greedy: .*set 0 \(off\) or 2"),
