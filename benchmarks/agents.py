@@ -2,12 +2,10 @@
 
 200 sessions at once, each of 6 turns that end with the call of a tool; a tool takes two to four seconds. The baseline
 sends the contexts of such sessions to the same generator as token ids, with the same times in tools. The two are played
-in turn, each alone, in four rounds, and every second round begins with the other one. The overhead of a round is the
-median (p99) of its calls through the service less that of its calls to the generator: it also has what the service
-takes from the generator, which shares the processors with it. The measure is the mean of the rounds.
-
-Two times of one call are not compared. The generator takes and answers calls at every fourth step, so most of such
-differences are 0 and the others 40 ms, whatever the overhead: their median hides it.
+in turn, each alone, in four rounds, and every second round begins with the other one. The time of a call outside the
+generator is that at the client less that in the generator, which traces its calls. The overhead is how much more of it
+a call through the service has: all that service and Redis add. What they take from the generator, which shares the
+processors with them, shows in the whole time of a call.
 
 The generator's step lasts 10 ms, as that of a larger model does. Without time in tools the service is the limit.
 
@@ -18,7 +16,6 @@ import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +23,12 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.agents_run import CHUNK_TOKENS, RESULT, SYSTEM, TOOLS, AgentsRun, agents_run
+from benchmarks.agents_run import CHUNK_TOKENS, RESULT, SYSTEM, TOOLS, AgentsRun, GeneratorSpans, agents_run
 from benchmarks.frame import Measure, Quick, at_least, at_most, compared
 from benchmarks.workloads import make_call
 from rollmesh.errors import RollmeshError
-from rollmesh.types import Int32Array
+from rollmesh.runtime.spans import traceparent_of
+from rollmesh.types import Float64Array, Int32Array
 from rollmesh.wire.generation_client import GenerationClient
 
 SESSIONS, TURNS, ROUNDS, MEMORY_SESSIONS = 200, 6, 4, 10_000
@@ -44,9 +42,11 @@ _NAME_IDS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call."""
+    """One call; ``begin`` and ``end`` are Unix nanoseconds."""
 
-    seconds: float
+    begin: int
+    end: int
+    trajectory_id: str
     context_tokens: int
     answer_tokens: int
     cached_tokens: int
@@ -71,12 +71,12 @@ async def _measure(folder: Path, sessions: int, turns: int, rounds: int, many: i
         agents = Agents(scene)
         warm_up, _ = await _play(agents.play, sessions, turns, tools=False, ids=True)
         bare = Bare(scene, client, warm_up)
-        ours: list[Played] = []
-        theirs: list[Played] = []
+        ours: Played = []
+        theirs: Played = []
         plays, before = [(agents.play, ours), (bare.play, theirs)], _cpu_seconds(scene.pid)
         for _ in range(rounds):
             for play, into in plays:
-                into.append((await _play(play, sessions, turns, tools=True))[0])
+                into += (await _play(play, sessions, turns, tools=True))[0]
             plays.reverse()
         cpu = (_cpu_seconds(scene.pid) - before) / (rounds * sessions * turns)
         _, busy = await _play(agents.play, sessions, turns, tools=False)
@@ -85,7 +85,8 @@ async def _measure(folder: Path, sessions: int, turns: int, rounds: int, many: i
     rates = [sessions * turns / seconds for seconds in (busy, bare_busy)]
     rate = compared("calls without time in tools", rates[0], "calls/s", "the generator alone", rates[1])
     own = Measure(name="processor time of the service, a call, its idle time included", value=1000 * cpu, unit="ms")
-    return [*_overheads(ours, theirs), own, rate, _cached_share(ours), memory]
+    # The run has ended, and with it the generator has sent its last traces.
+    return [*_overheads(ours, theirs, scene.spans), own, rate, _cached_share(ours), memory]
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -93,28 +94,32 @@ def _cpu_seconds(pid: int) -> float:
     return times.user + times.system
 
 
-def _overheads(ours: Sequence[Played], theirs: Sequence[Played]) -> list[Measure]:
-    """Return the times of a call through the service and straight to the generator, and their differences by round."""
-    times = np.array([[[turn.seconds for own in played for turn in own] for played in arm] for arm in (ours, theirs)])
-    found = np.percentile(1000 * times, [50, 99], axis=-1)  # [percentile, arm, round]
-    p50, p99 = found[:, 0] - found[:, 1]
-    medians = found[0].mean(-1)
-    error = p50.std(ddof=1) / len(p50) ** 0.5
-    name = "overhead of a call, p50"
+def _overheads(ours: Played, theirs: Played, spans: GeneratorSpans) -> list[Measure]:
+    """Return the times of a call through the service and straight to the generator, and those outside the generator."""
+
+    def percentiles(played: Played) -> tuple[float, Float64Array]:
+        turns = [turn for own in played for turn in own]
+        whole = np.array([turn.end - turn.begin for turn in turns]) / 1e6
+        inside = [1000 * spans.seconds(turn.trajectory_id, turn.begin, turn.end) for turn in turns]
+        if min(inside) == 0:
+            raise RollmeshError(f"{inside.count(0)} of {len(turns)} calls are in no trace of the generator")
+        return float(np.percentile(whole, 50)), np.percentile(whole - inside, [50, 99])
+
+    (whole, outside), (bare, bare_outside) = percentiles(ours), percentiles(theirs)
+    p50, p99 = outside - bare_outside
+    baseline = "such a call to the generator"
     return [
-        compared(
-            "a call in a session, p50", float(medians[0]), "ms", "such a call to the generator", float(medians[1])
-        ),
-        Measure(name=name, value=float(p50.mean()), unit="ms", bars=(at_most("value", 10.0),)),
-        Measure(name=f"{name}, standard error of {len(p50)} rounds", value=float(error), unit="ms"),
-        Measure(name="overhead of a call, p99", value=float(p99.mean()), unit="ms"),
+        compared("a call in a session, p50", whole, "ms", baseline, bare),
+        compared("of it outside the generator, p50", outside[0], "ms", baseline, bare_outside[0]),
+        Measure(name="overhead of a call, p50", value=p50, unit="ms", bars=(at_most("value", 10.0),)),
+        Measure(name="overhead of a call, p99", value=p99, unit="ms"),
     ]
 
 
-def _cached_share(service: list[Played]) -> Measure:
+def _cached_share(played: Played) -> Measure:
     """Compare what later turns found with what their session had left: all but the last token of its answer."""
     found = possible = 0
-    for own in (own for played in service for own in played):
+    for own in played:
         for before, turn in itertools.pairwise(own):
             found += turn.cached_tokens
             possible += before.context_tokens + before.answer_tokens - 1
@@ -174,16 +179,18 @@ class Agents:
         played = []
         for turn in range(turns):
             await _use_tool(number, turn, tools)
-            started = time.perf_counter()
+            begin = time.time_ns()
             answer = await self._post("/chat/completions", body, key)
-            seconds = time.perf_counter() - started
+            end = time.time_ns()
             message, usage = answer["choices"][0]["message"], answer["usage"]
             (call,) = message["tool_calls"]
             messages.append({name: message[name] for name in ("role", "content", "tool_calls") if name in message})
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"{RESULT} on day {turn}"})
             played.append(
                 Turn(
-                    seconds=seconds,
+                    begin=begin,
+                    end=end,
+                    trajectory_id=answer["rollmesh"]["trajectory"],
                     context_tokens=usage["prompt_tokens"],
                     answer_tokens=usage["completion_tokens"],
                     cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
@@ -217,13 +224,14 @@ class Bare:
 
     async def play(self, number: int, turns: int, *, tools: bool) -> list[Turn]:
         """Send the calls of a session."""
-        played, name = [], next(self._names)
+        played, inserted = [], next(self._names)
+        name = f"bare-{inserted}"
         for at, turn in enumerate(self._warm_up[number][:turns]):
             await _use_tool(number, at, tools)
-            context = np.insert(turn.context_ids, self._shared, name)
-            call = make_call(f"bare-{name}", context, turn.answer_tokens, chunk_tokens=CHUNK_TOKENS)
-            started = time.perf_counter()
-            async for _ in self._client.generate(self._record, call):
+            context = np.insert(turn.context_ids, self._shared, inserted)
+            call = make_call(name, context, turn.answer_tokens, chunk_tokens=CHUNK_TOKENS)
+            begin = time.time_ns()
+            async for _ in self._client.generate(self._record, call, traceparent=traceparent_of("bench", name)):
                 pass
-            played.append(replace(turn, seconds=time.perf_counter() - started))
+            played.append(replace(turn, begin=begin, end=time.time_ns(), trajectory_id=name))
         return played

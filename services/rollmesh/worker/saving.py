@@ -40,8 +40,7 @@ class CallBatcher(Generic[T, R]):
         self._items.append((item, future))
         if not self._running:
             self._running = True
-            # Start one loop tick later: every item submitted in this tick joins the first batch.
-            loop.call_soon(lambda: self._tasks.start(self._drain()))
+            self._tasks.start(self._drain())  # starts in the next tick: every item of this one joins the first batch
         return await future
 
     async def _drain(self) -> None:

@@ -28,8 +28,8 @@ from rollmesh.generator.engines.torch.slots import RunningCall
 from rollmesh.generator.engines.torch.weights import Weights
 from rollmesh.types import FinishReason
 
-_STRIDE = 4
-"""Steps between two admissions and between two deliveries; batches prefills and wake-ups."""
+_STRIDE, _STRIDE_SECONDS = 4, 0.01
+"""Steps between two admissions and between two deliveries, fewer if they take longer; batches prefills and wake-ups."""
 _PREFILL_TOKENS = 2048
 """Prefilled tokens between two decode steps, and between two looks for commands."""
 _QUIET_SECONDS = 0.0005
@@ -49,6 +49,19 @@ class Swap:
     done: Future[float]
 
 
+class _Stride:
+    """Decode steps since an admission or a delivery."""
+
+    def __init__(self) -> None:
+        self._first_step, self._began = -_STRIDE, 0.0
+
+    def restart(self, step: int) -> None:
+        self._first_step, self._began = step, time.monotonic()
+
+    def is_over(self, step: int) -> bool:
+        return step - self._first_step >= _STRIDE or time.monotonic() - self._began >= _STRIDE_SECONDS
+
+
 class ModelThread(threading.Thread):
     """Owner of the batch; every method but ``post`` runs in this thread."""
 
@@ -65,7 +78,7 @@ class ModelThread(threading.Thread):
         self._commands: Queue[Callable[[], None]] = Queue()
         self._stopping = False
         self._arrivals = 0
-        self._steps_since_admission = _STRIDE
+        self._admission, self._delivery = _Stride(), _Stride()
         self._filling = False
         """True while calls that start together are prefilled in parts, between which commands run."""
         self._stuck = False
@@ -157,7 +170,6 @@ class ModelThread(threading.Thread):
         if running and not self._filling:
             step_started = time.perf_counter()
             self.batch.step()
-            self._steps_since_admission += 1
             rest = step_seconds(self._config.pace, running) - (time.perf_counter() - started)
             if rest > 0:
                 time.sleep(rest)
@@ -166,7 +178,7 @@ class ModelThread(threading.Thread):
         counters.busy_seconds_total += seconds
         counters.running_slot_seconds_total += seconds * running
         self._try_swaps()
-        if not self.batch.active_count or self.batch.decode_steps % _STRIDE == 0:
+        if not self.batch.active_count or self._delivery.is_over(self.batch.decode_steps):
             self._deliver()
         self._stuck = not running and self.batch.held_since is not None
 
@@ -196,11 +208,11 @@ class ModelThread(threading.Thread):
     def _admit(self) -> None:
         """Move waiting calls into slots, oldest first, within the limits of slots, cache and prefill budget."""
         batch = self.batch
-        due = self._filling or not batch.active_count or self._steps_since_admission >= _STRIDE
+        due = self._filling or not batch.active_count or self._admission.is_over(batch.decode_steps)
         if not self.waiting or not batch.slots.free or not due:
             self._filling = False
             return
-        self._steps_since_admission = 0
+        self._admission.restart(batch.decode_steps)
         filling = self._filling or not batch.active_count
         most = max(_PREFILL_TOKENS, batch.model.forward_tokens) if filling else _PREFILL_TOKENS
         self._filling = False
@@ -281,6 +293,7 @@ class ModelThread(threading.Thread):
             self.batch.outbox.append((call, empty_chunk(self.batch.policy_version, FinishReason.INTERRUPTED)))
 
     def _deliver(self) -> None:
+        self._delivery.restart(self.batch.decode_steps)
         items, self.batch.outbox = self.batch.outbox, []
         if not items:
             return
