@@ -100,4 +100,4 @@ def test_services_and_the_trial_of_user_code_see_no_module_of_the_current_folder
     assert "is hidden" not in done.stdout + done.stderr
     assert done.returncode == 0, done.stderr
     # The path is long, and the line may be broken anywhere.
-    assert done.stdout.replace("\n", "").count("run.yaml: valid") == ranks
+    assert "".join(done.stdout.split()).count("run.yaml:valid") == ranks
