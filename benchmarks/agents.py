@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.agents_run import CHUNK_TOKENS, RESULT, SYSTEM, TOOLS, AgentsRun, GeneratorSpans, agents_run
+from benchmarks.agents_run import CHUNK_TOKENS, RESULT, SYSTEM, TOOLS, AgentsRun, agents_run
 from benchmarks.frame import Measure, Quick, at_least, at_most, compared
+from benchmarks.otlp_collector import Collector
 from benchmarks.workloads import make_call
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.spans import traceparent_of
@@ -86,7 +87,7 @@ async def _measure(folder: Path, sessions: int, turns: int, rounds: int, many: i
     rate = compared("calls without time in tools", rates[0], "calls/s", "the generator alone", rates[1])
     own = Measure(name="processor time of the service, a call, its idle time included", value=1000 * cpu, unit="ms")
     # The run has ended, and with it the generator has sent its last traces.
-    return [*_overheads(ours, theirs, scene.spans), own, rate, _cached_share(ours), memory]
+    return [*_overheads(ours, theirs, _generations(scene.traces)), own, rate, _cached_share(ours), memory]
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -94,13 +95,25 @@ def _cpu_seconds(pid: int) -> float:
     return times.user + times.system
 
 
-def _overheads(ours: Played, theirs: Played, spans: GeneratorSpans) -> list[Measure]:
+def _generations(traces: Collector) -> dict[str, list[tuple[int, int]]]:
+    """Return the begin and end of every call in the generator, by trajectory."""
+    calls: dict[str, list[tuple[int, int]]] = {}
+    for span in traces.spans:
+        if span.name == "generate":
+            calls.setdefault(span.attributes["rollmesh.trajectory"], []).append((span.start_ns, span.end_ns))
+    return calls
+
+
+def _overheads(ours: Played, theirs: Played, generations: dict[str, list[tuple[int, int]]]) -> list[Measure]:
     """Return the times of a call through the service and straight to the generator, and those outside the generator."""
 
     def percentiles(played: Played) -> tuple[float, Float64Array]:
         turns = [turn for own in played for turn in own]
         whole = np.array([turn.end - turn.begin for turn in turns]) / 1e6
-        inside = [1000 * spans.seconds(turn.trajectory_id, turn.begin, turn.end) for turn in turns]
+        inside = [
+            sum(end - begin for begin, end in generations[turn.trajectory_id] if turn.begin <= begin <= turn.end) / 1e6
+            for turn in turns
+        ]
         if min(inside) == 0:
             raise RollmeshError(f"{inside.count(0)} of {len(turns)} calls are in no trace of the generator")
         return float(np.percentile(whole, 50)), np.percentile(whole - inside, [50, 99])

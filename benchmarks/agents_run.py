@@ -10,23 +10,21 @@ import json
 import os
 import subprocess
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 import torch
-from aiohttp import web
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from renderers import config_from_name, create_renderer
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from benchmarks.models import PublishedModel, write_random_model
+from benchmarks.otlp_collector import Collector, collector
 from benchmarks.processes import command, running_redis, write_run_file
 from rollmesh.agents.chat_format import NamedTokenizer
 from rollmesh.checkpoints.bucket import open_checkpoints
@@ -70,40 +68,8 @@ class AgentsRun:
     generator: GeneratorRecord
     pid: int
     """Process of the agents service."""
-    spans: "GeneratorSpans"
+    traces: Collector
     """What the generator traced; complete once the run has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorSpans:
-    """Collector of the generator's traces: begin and end of every call in it, in Unix nanoseconds, by trajectory."""
-
-    calls: defaultdict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-
-    def seconds(self, trajectory_id: str, begin: int, end: int) -> float:
-        """Return the seconds that the trajectory's calls between these times spent in the generator."""
-        return sum(b - a for a, b in self.calls[trajectory_id] if begin <= a <= end) / 1e9
-
-    @asynccontextmanager
-    async def received(self) -> AsyncIterator[str]:
-        """Receive traces during the block, at the yielded address."""
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/v1/traces", self._receive)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0]
-            yield f"http://{host}:{port}"
-        finally:
-            await runner.cleanup()
-
-    async def _receive(self, request: web.Request) -> web.Response:
-        for resource in ExportTraceServiceRequest.FromString(await request.read()).resource_spans:
-            for span in (span for scope in resource.scope_spans for span in scope.spans if span.name == "generate"):
-                named = next(item.value.string_value for item in span.attributes if item.key.endswith("trajectory"))
-                self.calls[named].append((span.start_time_unix_nano, span.end_time_unix_nano))
-        return web.Response()
 
 
 @asynccontextmanager
@@ -116,8 +82,8 @@ async def agents_run(folder: Path, *, sessions: int, at_once: int) -> AsyncItera
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
         trainer = await _publish(config, store)
         stack.push_async_callback(cancel_and_wait, asyncio.create_task(_consume(store, trainer)))
-        spans = GeneratorSpans()
-        traced = {"ROLLMESH_TELEMETRY__OTLP_ENDPOINT": await stack.enter_async_context(spans.received())}
+        traces = stack.enter_context(collector())
+        traced = {"ROLLMESH_TELEMETRY__OTLP_ENDPOINT": traces.url}
         processes = [
             _start(folder, name, env) for name, env in (("generator", traced), ("rollout", {}), ("agents", {}))
         ]
@@ -141,7 +107,7 @@ async def agents_run(folder: Path, *, sessions: int, at_once: int) -> AsyncItera
                 connector=aiohttp.TCPConnector(limit=0),
             )
         )
-        yield AgentsRun(http=http, generator=serving[0], pid=processes[-1].pid, spans=spans)
+        yield AgentsRun(http=http, generator=serving[0], pid=processes[-1].pid, traces=traces)
 
 
 def _start(folder: Path, name: str, variables: Mapping[str, str] = MappingProxyType({})) -> subprocess.Popen[bytes]:

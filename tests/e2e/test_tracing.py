@@ -2,13 +2,13 @@
 
 import pytest
 
+from benchmarks.otlp_collector import ReceivedSpan, collector
 from rollmesh.checkpoints.bucket import open_checkpoints
 from rollmesh.config import load_run_config
 from rollmesh.runtime.spans import TraceContext, traceparent_of, traceparent_of_step
 from rollmesh.types import Batch, Trajectory
 
 from .conftest import ENDLESS, interrupted
-from .otlp_collector import ReceivedSpan, collector
 
 pytestmark = pytest.mark.long
 

@@ -1,4 +1,4 @@
-"""A small OpenTelemetry collector: receives spans of any number of processes over OTLP/HTTP and keeps them."""
+"""OpenTelemetry collector that keeps the spans of any number of processes, received over OTLP/HTTP."""
 
 import gzip
 import http.server
@@ -17,7 +17,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """One span as it came over the wire."""
+    """Span as it came over the wire; times in Unix nanoseconds."""
 
     service: str
     instance: str
@@ -42,14 +42,16 @@ class Collector:
     paths: set[str] = field(default_factory=set)
 
     def traces(self) -> dict[str, list[ReceivedSpan]]:
+        """Return the spans by trace id."""
         found: dict[str, list[ReceivedSpan]] = {}
         for span in list(self.spans):
             found.setdefault(span.trace_id, []).append(span)
         return found
 
     def add(self, request: ExportTraceServiceRequest) -> None:
+        """Keep the spans of a request."""
         for resource in request.resource_spans:
-            whose = {a.key: plain(a.value) for a in resource.resource.attributes}
+            whose = {a.key: _plain(a.value) for a in resource.resource.attributes}
             for scope in resource.scope_spans:
                 for span in scope.spans:
                     self.spans.append(
@@ -63,20 +65,20 @@ class Collector:
                             links=frozenset(link.trace_id.hex() for link in span.links),
                             start_ns=span.start_time_unix_nano,
                             end_ns=span.end_time_unix_nano,
-                            attributes={a.key: plain(a.value) for a in span.attributes},
-                            events=tuple((e.name, {a.key: plain(a.value) for a in e.attributes}) for e in span.events),
+                            attributes={a.key: _plain(a.value) for a in span.attributes},
+                            events=tuple((e.name, {a.key: _plain(a.value) for a in e.attributes}) for e in span.events),
                         )
                     )
 
 
-def plain(value: AnyValue) -> Any:
+def _plain(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
-    return [plain(v) for v in value.array_value.values] if kind == "array_value" else getattr(value, kind or "x", None)
+    return [_plain(v) for v in value.array_value.values] if kind == "array_value" else getattr(value, kind or "x", None)
 
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """A collector on a free loopback port."""
+    """Receive spans at a free loopback port during the block."""
     kept = Collector()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -94,7 +96,7 @@ def collector() -> Iterator[Collector]:
             self.wfile.write(answer)
 
         def log_message(self, *_: Any) -> None:
-            """Requests are no news."""
+            """Log no requests."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         kept.url = f"http://127.0.0.1:{server.server_address[1]}"
