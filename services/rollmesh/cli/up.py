@@ -129,7 +129,7 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
             print_line(console, text)
             return EXIT_STOPPED if account is None else 1
     except (PoliciesRefused, ServiceFailed):
-        with contextlib.suppress(OSError, ConfigError):  # the report helps to diagnose the failure
+        with contextlib.suppress(OSError, RollmeshError):  # the report helps to diagnose the failure, and hides none
             close_run(folder, None, console)
         raise
     except asyncio.CancelledError:

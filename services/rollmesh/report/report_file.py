@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.config.load import run_file_text
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.file_writes import write_text
 from rollmesh.gateway.archive import Archived, batch_page, readable_checkpoints, rows_of
 from rollmesh.gateway.main import PAGE
@@ -92,7 +92,7 @@ def _trajectories(run: RecordedRun, overview: Overview) -> dict[str, ApiModel]:
                 if detail is not None:
                     found[f"trajectories/{item.id}"] = detail.model_copy(update={"next_token": None})
             shown.append(step)
-    except (CheckpointError, ConfigError):
+    except (CheckpointError, ConfigError, DataError):
         pass  # deleted or damaged: `rollmesh audit` says which
     return {**found, "batches": BatchList(train_steps=shown)}
 

@@ -110,6 +110,16 @@ def test_a_run_that_was_moved_keeps_its_trajectories_and_their_text(audited: Mad
         assert [text.strip() for text in run["texts"]] == [f"w{i}" for i in run["token_ids"]]
 
 
+def test_a_batch_file_with_a_damaged_token_leaves_the_page_without_it_only(audited: MadeRun) -> None:
+    file = min((audited.folder / "checkpoints" / "batches").glob("*.pb"))
+    ids = audited.store.read_batch(1).groups[0].trajectories[0].response_ids
+    content = bytearray(file.read_bytes())
+    content[content.index(ids[:2].tobytes()) + 3] ^= 1  # no id of the vocabulary
+    file.write_bytes(content)
+    write_report(audited.folder)
+    assert min(answers_of(audited.folder / REPORT_FILE)["batches"]["train_steps"]) == 2
+
+
 def test_text_from_the_run_cannot_inject_markup(complete: Path) -> None:
     text = (complete / REPORT_FILE).read_text(encoding="utf-8")
     assert "<script>alert" not in text
