@@ -35,15 +35,20 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "max_staleness": 4,
         "start_order": "longest_expected",
     },
-    "generator": {"replicas": 2, "slots": 16},
-    "trainer": {"train_steps": 100_000, "learning_rate": 4e-4},
+    "generator": {"replicas": 2, "slots": 16, "speculation": "history"},
+    "teachers": {"twin": {"model": "recipe:countdown", "top_k": 8}},
+    "trainer": {
+        "train_steps": 100_000,
+        "learning_rate": 4e-4,
+        "algorithm": {"teacher": {"reverse_kl_coefficient": 0.1, "forward_kl_coefficient": 0.1, "with_reward": True}},
+    },
     "evaluation": {"before_and_after": False, "every_versions": 5, "prompt_count": 8},
     "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
     "agents": {"enabled": True},
     "gateway": {"enabled": True},
     "curriculum": {"planner": "quorum", "planner_options": {"share": 0.75}},
 }
-"""A run that never ends by itself: two generators, evaluations on the way, groups that a planner closes."""
+"""A run that never ends by itself, with every part that has a panel: evaluations, a planner, drafts, a teacher."""
 
 
 @dataclass(frozen=True)
