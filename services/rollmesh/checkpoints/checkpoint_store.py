@@ -33,7 +33,7 @@ from rollmesh.checkpoints.policies import (
     WriteFolder,
 )
 from rollmesh.checkpoints.sealing import lineage
-from rollmesh.errors import ConfigError
+from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
 from rollmesh.types import Batch, Group, PolicyRecord
@@ -168,6 +168,20 @@ class CheckpointStore:
     def complete_policies(self, *, announced_only: bool = False) -> list[PolicyRecord]:
         """Return the records of all complete folders, one per version, ascending; for a recovering trainer."""
         return policies.sound_records(self._manifests(), self._secret, announced_only=announced_only)
+
+    def newest_policy(self) -> PolicyRecord | None:
+        """Return the record of the newest announced policy; None without one. Raises CheckpointError if it is damaged.
+
+        Its files are compared with its manifest only by ``open``.
+        """
+        manifests = list(self._manifests())
+        sound = policies.sound_records(manifests, self._secret, announced_only=True)
+        newest = sound[-1] if sound else None
+        for policy in policies.unsound_policies(manifests, self._secret):
+            if policy.announced and policy.train_step >= (-1 if newest is None else newest.train_step):
+                kept = "none is sound" if newest is None else f"the newest sound version is {newest.policy_version}"
+                raise CheckpointError(f"the newest policy is damaged, {kept}: {policy.reason}")
+        return newest
 
     def prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str

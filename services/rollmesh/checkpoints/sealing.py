@@ -81,7 +81,7 @@ def kept_once(file: Path, content: str) -> str:
             temporary.unlink(missing_ok=True)
         sync_folder(file.parent)
     deadline = time.monotonic() + _CONTENT_SECONDS
-    while not (text := file.read_text(encoding="ascii").strip()) and time.monotonic() < deadline:
+    while not (text := file.read_text(encoding="ascii", errors="replace").strip()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return text
 
@@ -115,7 +115,7 @@ def known_token(config: RunConfig) -> str | None:
     if config.gateway.token is not None:
         return config.gateway.token.get_secret_value().strip()
     try:
-        return (Path(config.folder) / TOKEN_FILE).read_text(encoding="ascii").strip()
+        return (Path(config.folder) / TOKEN_FILE).read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return None
 

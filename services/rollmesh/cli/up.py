@@ -129,8 +129,10 @@ def run_to_report(config: RunConfig, console: Console, *, inline: bool = False) 
             print_line(console, text)
             return EXIT_STOPPED if account is None else 1
     except (PoliciesRefused, ServiceFailed):
-        with contextlib.suppress(OSError, RollmeshError):  # the report helps to diagnose the failure, and hides none
+        try:
             close_run(folder, None, console)
+        except Exception as error:  # whatever is wrong with the report: people must see why the run failed
+            print_line(console, f"the report cannot be written: {error!r}")
         raise
     except asyncio.CancelledError:
         console.print("killed without draining; the same command continues from what is saved", highlight=False)

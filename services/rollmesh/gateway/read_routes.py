@@ -36,7 +36,7 @@ from rollmesh.gateway.models.items import (
 from rollmesh.gateway.models.live import Overview, SeriesAnswer, Timeline
 from rollmesh.gateway.models.overview import About, ErrorBody, RunSettings
 from rollmesh.gateway.run_processes import RunProcesses
-from rollmesh.gateway.trajectory_views import archived_detail, open_tokenizer
+from rollmesh.gateway.trajectory_views import archived_detail, open_pieces
 from rollmesh.runtime.api_app import Check
 from rollmesh.runtime.request_guard import NotFound
 from rollmesh.scheduling import Schedule
@@ -86,8 +86,7 @@ class RunReads(ABC):
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         """Open the tokenizer, the batch files and the run folder, as far as this process can read them."""
-        tokenizer, self._archive = open_tokenizer(config), Archive(config)
-        self._pieces = None if tokenizer is None else tokenizer.pieces
+        self._pieces, self._archive = open_pieces(config), Archive(config)
         self._processes = RunProcesses(folder)
         self._about = run_facts(config, text=self._pieces is not None)
         self._settings = RunSettings(yaml=run_file_text(config))

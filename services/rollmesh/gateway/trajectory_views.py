@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from rollmesh.checkpoints.policies import LATEST_LINK
 from rollmesh.config import RunConfig
@@ -91,18 +91,27 @@ def _shown(logprobs: Float32Array | None) -> list[float | None] | None:
     return [round(value, _DIGITS) if math.isfinite(value) else None for value in logprobs.tolist()]
 
 
-def open_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Return the model's tokenizer, or where the model is not found from here that of the newest policy.
+def open_pieces(config: RunConfig) -> Pieces | None:
+    """Return the texts of tokens by the model's tokenizer, or where that is not found from here the newest policy's.
 
-    None if neither can be read: tokens are then shown as ids.
+    None if neither can be read: tokens are then shown as ids, as are those of a damaged file that it does not know.
     """
     try:
-        return Tokenizer(resolve_model(config.model.path))
+        tokenizer = Tokenizer(resolve_model(config.model.path))
     except (ConfigError, DataError) as error:
-        with suppress(DataError):
-            return Tokenizer(Path(config.checkpoints.folder or f"{config.folder}/checkpoints") / LATEST_LINK)
-        get_logger("gateway").warning("tokens_without_text", message=str(error))
-        return None
+        try:
+            tokenizer = Tokenizer(Path(config.checkpoints.folder or f"{config.folder}/checkpoints") / LATEST_LINK)
+        except DataError:
+            get_logger("gateway").warning("tokens_without_text", message=str(error))
+            return None
+
+    def pieces(ids: npt.ArrayLike) -> list[str]:
+        try:
+            return tokenizer.pieces(ids)
+        except DataError:
+            return [f"{token_id} " for token_id in np.asarray(ids).tolist()]
+
+    return pieces
 
 
 def trajectory_detail(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rollmesh.checkpoints.bucket import open_location
 from rollmesh.checkpoints.bucket_copies import MOST_BYTES
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore, CopyCheck
-from rollmesh.checkpoints.sealing import SECRET_FILE
+from rollmesh.checkpoints.sealing import SECRET_FILE, run_secret
 from rollmesh.config.section import one_line
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.report.audit_result import (
@@ -79,10 +79,8 @@ def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
     override = os.environ.get(SECRET_VARIABLE)
     if override:
         return open_location(section, folder.path, one_line(override).encode())
-    file = folder.path / SECRET_FILE
-    if file.exists():
-        secret = file.read_text(encoding="ascii").strip().encode()
-        return open_location(section, folder.path, secret)
+    if (folder.path / SECRET_FILE).exists():
+        return open_location(section, folder.path, run_secret(folder.path))
     raise CheckpointError(f"{folder.path}: no secret in the run folder, and {SECRET_VARIABLE} is not set")
 
 
@@ -168,7 +166,7 @@ def _audit(
         teachers=check_columns(taught, config),
     )
     result = _with_queue(_with_counts(result, trained), account, trained)
-    failed = tuple(problems(result, folder, {} if copies is None else copies.damaged))
+    failed = (*problems(result, folder, {} if copies is None else copies.damaged), *_newest_policy_problem(store))
     incomplete = tuple(unchecked(rescoring, None if config is None else config.generator.on_new_version))
     return replace(result, problems=failed, unchecked=incomplete, green=not (failed or incomplete))
 
@@ -190,6 +188,16 @@ def _newest_steps(store: CheckpointStore, registry: Sequence[PolicyRecord]) -> t
                 unsound[newest.folder.name] = str(error)
     committed = judged.sound[0].train_step if judged.sound else -1
     return committed, max(announced, default=-1), unsound
+
+
+def _newest_policy_problem(store: CheckpointStore) -> Iterator[str]:
+    """Yield what is wrong with the newest policy, of which no batch file need have a token."""
+    try:
+        newest = store.newest_policy()
+        if newest is not None:
+            store.open(newest)
+    except CheckpointError as error:
+        yield str(error)
 
 
 def _with_counts(result: AuditResult, trained: Trained) -> AuditResult:

@@ -268,7 +268,7 @@ class AuditResult:
 def read_audit(run_folder: Path) -> AuditResult | None:
     """Read the last audit of a run; None without one. Raises DataError for an invalid file."""
     try:
-        text = (run_folder / AUDIT_FILE).read_text(encoding="utf-8")
+        text = (run_folder / AUDIT_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
     return AuditResult.from_json(text)

@@ -55,17 +55,17 @@ def trained_model_lines(run_folder: Path) -> list[str]:
     """Tell where the newest policy of a run is and how it is loaded; empty for a run without a policy."""
     run = RecordedRun(run_folder)
     store = open_checkpoints(run)
-    records = store.complete_policies(announced_only=True)
-    if not records:
+    newest = store.newest_policy()
+    if newest is None:
         return []
-    newest = records[-1]
     export = f"rollmesh export {run_folder} OUT"
     if isinstance(store, BucketStore):
         place = f"{store.objects.url}/{newest.path}"
         return [f"trained model: {place} (policy version {newest.policy_version})", f"to download it: {export}"]
     folder = store.root / newest.path
     if (folder / ADAPTER_CONFIG_FILE).is_file():
-        adapter, full = _weight_bytes(folder), _weight_bytes(store.root / records[0].path)
+        full_record = store.complete_policies(announced_only=True)[0]
+        adapter, full = _weight_bytes(folder), _weight_bytes(store.root / full_record.path)
         return [
             f"trained adapter: {folder} (policy version {newest.policy_version}), in PEFT form above policy version 0",
             f"a version has {adapter:,} bytes of weights, full weights have {full:,} ({full / adapter:.1f} times)",
@@ -85,18 +85,23 @@ def _weight_bytes(folder: Path) -> int:
 def published_record(run: RecordedRun, version: int | None) -> PolicyRecord:
     """Return the policy of this version (None: the newest) from the checkpoints of a run.
 
-    Raises ConfigError for a version that is not there, DataError for a run without a policy.
+    Raises ConfigError for a version that is not there, DataError for a run without a policy, CheckpointError if the
+    newest one is asked for and damaged.
     """
-    records = {r.policy_version: r for r in open_checkpoints(run).complete_policies(announced_only=True)}
+    store = open_checkpoints(run)
+    records = {r.policy_version: r for r in store.complete_policies(announced_only=True)}
+    newest = store.newest_policy() if version is None else None
     if not records:
         raise DataError(f"{run.path}: the run has published no policy yet; start it with rollmesh up")
-    chosen = max(records) if version is None else version
-    if chosen not in records:
+    if newest is not None:
+        return newest
+    if version not in records:
+        damaged = "".join(f"; {policy.reason}" for policy in store.unsound_policies() if policy.announced)
         raise ConfigError(
-            f"--version {chosen}: not in the checkpoints, which keep the versions {', '.join(map(str, records))}; "
-            "older ones were pruned (checkpoints.keep_last)"
+            f"--version {version}: not in the checkpoints, which keep the versions {', '.join(map(str, records))}; "
+            f"older ones were pruned (checkpoints.keep_last){damaged}"
         )
-    return records[chosen]
+    return records[version]
 
 
 def _fill(folder: Path, run: RecordedRun, policy: VerifiedPolicy) -> None:

@@ -133,8 +133,10 @@ class RecordedRun:
     @cached_property
     def failure(self) -> str:
         """Reason of a failure after the last start; empty without a failure."""
-        lines = read_json_lines(self.path / FAILURE_FILE).records
-        return str(lines[0].get("message", "")) if lines else ""
+        if not (self.path / FAILURE_FILE).exists():
+            return ""
+        lines = read_json_lines(self.path / FAILURE_FILE).records  # empty if the disk was full
+        return str(lines[0].get("message", "") if lines else "") or f"{FAILURE_FILE} has no reason; the logs name it"
 
     @cached_property
     def checkpoint_section(self) -> CheckpointConfig:

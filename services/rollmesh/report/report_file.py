@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.config.load import run_file_text
-from rollmesh.errors import CheckpointError, ConfigError, DataError
+from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.file_writes import write_text
 from rollmesh.gateway.archive import Archived, batch_page, readable_checkpoints, rows_of
 from rollmesh.gateway.main import PAGE
@@ -21,7 +21,7 @@ from rollmesh.gateway.models.items import BatchList, PolicyList
 from rollmesh.gateway.models.live import Overview, SnapshotEvent
 from rollmesh.gateway.models.overview import ApiModel, ResultLine, RunSettings
 from rollmesh.gateway.read_routes import run_facts
-from rollmesh.gateway.trajectory_views import archived_detail, open_tokenizer
+from rollmesh.gateway.trajectory_views import archived_detail, open_pieces
 from rollmesh.report.console import count
 from rollmesh.report.recorded_run import REPORT_FILE, RecordedRun
 from rollmesh.report.view.recorded_curves import curves_beside, recorded_curves, recorded_policies
@@ -69,31 +69,34 @@ def _answers(run: RecordedRun, others: Sequence[RecordedRun]) -> dict[str, Any]:
     if run.config is not None:
         answers["about"] = run_facts(run.config, text=True)
         answers |= _trajectories(run, overview)
-    return {path: answer.model_dump(mode="json") for path, answer in answers.items()}
+    # As the gateway answers: a number that is not finite, which the page could not read, is null.
+    return {path: json.loads(answer.model_dump_json()) for path, answer in answers.items()}
 
 
 def _trajectories(run: RecordedRun, overview: Overview) -> dict[str, ApiModel]:
     """Return some batches with some of their trajectories; none of batches that cannot be read from here."""
     assert run.config is not None
     config = run.config.model_copy(update={"folder": str(run.path), "checkpoints": run.checkpoint_section})
-    tokenizer, found, shown = open_tokenizer(config), dict[str, ApiModel](), list[int]()
-    pieces = None if tokenizer is None else tokenizer.pieces
+    pieces, found, shown = open_pieces(config), dict[str, ApiModel](), list[int]()
     try:
         store = readable_checkpoints(config)
-        steps = [] if store is None else store.batch_steps()[::-1]
-        for step in steps[:: max(1, -(-len(steps) // _STEPS))]:
-            assert store is not None
+    except (CheckpointError, ConfigError):
+        store = None
+    steps = [] if store is None else store.batch_steps()[::-1]
+    for step in steps[:: max(1, -(-len(steps) // _STEPS))]:
+        assert store is not None
+        try:
             groups = list(islice(store.groups(step), _ROWS))
-            rows = [row for group in groups for row in rows_of(group)][:_ROWS]
-            found[f"batches/{step}"] = batch_page(step, rows, "batch", False, 0, _ROWS, pieces)
-            for item, _ in rows[:_DETAILS]:
-                archived = Archived(train_step=step, group=groups[0])
-                detail = archived_detail(archived, item.id, overview.train_step, 0, _TOKENS, pieces)
-                if detail is not None:
-                    found[f"trajectories/{item.id}"] = detail.model_copy(update={"next_token": None})
-            shown.append(step)
-    except (CheckpointError, ConfigError, DataError):
-        pass  # deleted or damaged: `rollmesh audit` says which
+        except CheckpointError:
+            continue  # deleted or damaged: `rollmesh audit` says which
+        rows = [row for group in groups for row in rows_of(group)][:_ROWS]
+        found[f"batches/{step}"] = batch_page(step, rows, "batch", False, 0, _ROWS, pieces)
+        for item, _ in rows[:_DETAILS]:
+            archived = Archived(train_step=step, group=groups[0])
+            detail = archived_detail(archived, item.id, overview.train_step, 0, _TOKENS, pieces)
+            if detail is not None:
+                found[f"trajectories/{item.id}"] = detail.model_copy(update={"next_token": None})
+        shown.append(step)
     return {**found, "batches": BatchList(train_steps=shown)}
 
 

@@ -160,6 +160,16 @@ FAULTS: dict[str, Fault] = {
     "a short commit": (lambda run: short(newest_state(run) / "COMMITTED"), NEWER_ANNOUNCED, {"committed_step": 5}),
     "a short state": (lambda run: short(weights_of(run)), NEWER_ANNOUNCED, {"committed_step": 5}),
     "a flipped state": (lambda run: flip(weights_of(run), -1), "trainer state 00000006-s6 is damaged", {}),
+    "a short manifest of the newest policy": (
+        lambda run: short(the_policy(run, STEPS) / "manifest.json"),
+        "the newest policy is damaged, the newest sound version is 5: ",
+        {},
+    ),
+    "flipped weights of the newest policy": (
+        lambda run: flip(the_policy(run, STEPS) / "model.safetensors", -1),
+        "model.safetensors",
+        {},
+    ),
 }
 UNCHECKED: dict[str, tuple[Callable[[MadeRun], object], str]] = {
     "all are impure": (

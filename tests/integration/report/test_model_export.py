@@ -16,6 +16,7 @@ from rollmesh.cli.main import app
 from rollmesh.config.model import AdapterConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
+from rollmesh.errors import CheckpointError
 from rollmesh.report.model_export import trained_model_lines
 from rollmesh.text import Tokenizer
 from rollmesh.trainer.learner.policy_scorer import PolicyScorer
@@ -95,6 +96,18 @@ def test_an_older_version_is_exported_and_one_that_is_not_there_or_an_existing_f
     assert done.exit_code == 2
     assert "exists already; name a new folder" in done.stderr
     assert os.listdir(tmp_path / "mine") == []
+
+
+def test_no_older_policy_is_exported_in_the_place_of_a_damaged_newest_one(run: MadeRun, tmp_path: Path) -> None:
+    damaged = MadeRun(shutil.copytree(run.folder, tmp_path / "run", symlinks=True))
+    (manifest,) = (damaged.folder / "checkpoints" / "policies").glob(f"*-s{NEWEST}/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:50])
+    for version in ((), ("--version", str(NEWEST))):
+        done = CliRunner().invoke(app, ["export", str(damaged.folder), str(tmp_path / "x"), *version])
+        assert done.exit_code == 2
+        assert str(manifest.parent.name) in done.stderr
+    with pytest.raises(CheckpointError, match=f"the newest sound version is {NEWEST - 1}: "):
+        trained_model_lines(damaged.folder)
 
 
 def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rollmesh.report.recorded_run import REPORT_FILE
 from rollmesh.report.report_file import write_report
 from rollmesh.report.view.recorded_overview import MOST_SAMPLES
 
-from .made_checkpoints import MadeRun
+from .made_checkpoints import STEPS, MadeRun
 from .made_run import answers_of
 
 PLOTTED = {
@@ -110,14 +111,21 @@ def test_a_run_that_was_moved_keeps_its_trajectories_and_their_text(audited: Mad
         assert [text.strip() for text in run["texts"]] == [f"w{i}" for i in run["token_ids"]]
 
 
-def test_a_batch_file_with_a_damaged_token_leaves_the_page_without_it_only(audited: MadeRun) -> None:
-    file = min((audited.folder / "checkpoints" / "batches").glob("*.pb"))
-    ids = audited.store.read_batch(1).groups[0].trajectories[0].response_ids
-    content = bytearray(file.read_bytes())
-    content[content.index(ids[:2].tobytes()) + 3] ^= 1  # no id of the vocabulary
-    file.write_bytes(content)
+def test_damaged_batch_files_take_nothing_else_from_the_page(audited: MadeRun) -> None:
+    *_, odd, torn = sorted((audited.folder / "checkpoints" / "batches").glob("*.pb"))
+    torn.write_bytes(torn.read_bytes()[:-1])
+    first = audited.store.read_batch(STEPS - 1).groups[0].trajectories[0]
+    content = bytearray(odd.read_bytes())
+    content[content.index(first.response_ids[:2].tobytes()) + 3] ^= 1  # no id of the vocabulary
+    shaped_reward = bytes([8 << 3 | 1]) + struct.pack("<d", 1.0)  # field 8 of trajectory.proto
+    content[content.index(shaped_reward) + 8] ^= 0x40  # infinite
+    odd.write_bytes(content)
     write_report(audited.folder)
-    assert min(answers_of(audited.folder / REPORT_FILE)["batches"]["train_steps"]) == 2
+    answers = answers_of(audited.folder / REPORT_FILE)
+    assert answers["batches"]["train_steps"] == list(range(STEPS - 1, 0, -1))
+    rows = answers[f"batches/{STEPS - 1}"]["items"]
+    assert [row["reward"] for row in rows].count(None) == 1
+    assert rows[0]["preview"].startswith(str(first.response_ids[0] + (1 << 24)))
 
 
 def test_text_from_the_run_cannot_inject_markup(complete: Path) -> None:

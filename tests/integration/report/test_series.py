@@ -194,6 +194,8 @@ def test_a_run_that_ended_early_was_stopped_or_has_failed(tmp_path: Path) -> Non
     (run / FAILURE_FILE).write_text(json.dumps({"message": "no memory"}))
     assert dict(ending(RecordedRun(run)))["state"].startswith("failed after train step 4 of 10")
     (run / "metrics.jsonl").unlink()
+    (run / FAILURE_FILE).write_text("")  # written on a full disk
+    assert FAILURE_FILE in RecordedRun(run).failure
     (run / FAILURE_FILE).unlink()
     assert dict(ending(RecordedRun(run)))["state"].startswith("stopped before the first train step")
 
