@@ -14,8 +14,11 @@ async def work(mesh, rollout):
     while True:
         try:
             row = await mesh.post("/sessions", cast_to=object, body={})
-            reward = await rollout(mesh.with_options(api_key=row["api_key"]), row)
-            await mesh.post(f"/sessions/{row['id']}/reward", cast_to=object, body={"reward": reward})
+            try:
+                result = {"reward": await rollout(mesh.with_options(api_key=row["api_key"]), row)}
+            except Exception as error:  # of this session only
+                result = {"error": repr(error)[:2000]}
+            await mesh.post(f"/sessions/{row['id']}/reward", cast_to=object, body=result)
         except (APIConnectionError, APIStatusError) as error:
             if not isinstance(error, APIStatusError) or error.code == "run_complete":
                 return  # the run has ended

@@ -71,6 +71,18 @@ class AnswerMessage:
     invalid_tool_calls: Sequence[Mapping[str, Any]] = ()
     """Calls that could not be parsed: name, args (their text) and error."""
 
+    def with_one_call(self) -> "AnswerMessage":
+        """Return the message for a client that takes one call at most; further ones count as not parsed."""
+        extra = [
+            {
+                "name": call["function"]["name"],
+                "args": call["function"]["arguments"],
+                "error": "not the first call of the answer (parallel_tool_calls: false)",
+            }
+            for call in self.tool_calls[1:]
+        ]
+        return replace(self, tool_calls=self.tool_calls[:1], invalid_tool_calls=[*self.invalid_tool_calls, *extra])
+
 
 class RendererFormat:
     """Format that a renderer knows; a conversation is compared message by message, and its tokens are appended to."""
@@ -160,11 +172,12 @@ class RendererFormat:
         except Exception as error:  # what a policy writes can break a parser in many ways
             return _unreadable(_text(self._tokenizer, ids), error)
         if parsed.tool_calls and not read_calls:
+            first, thought = parsed.tool_calls[0], (parsed.reasoning_content or "").strip()
+            calls = first.raw if first.token_span is None else _text(self._tokenizer, ids[first.token_span[0] :])
+            # The markers of the thought end where the content begins, which is also how a stream begins.
             text = _text(self._tokenizer, ids)
-            thought = parsed.reasoning_content or ""
-            return AnswerMessage(
-                content=(text.partition(thought)[2] if thought else text).strip(), reasoning=thought.strip()
-            )
+            at = text.find(parsed.content.strip() or calls, max(0, text.find(thought)) + len(thought))
+            return AnswerMessage(content=text[max(0, at) :].strip(), reasoning=thought)
         return _answer_message(parsed.content, parsed.reasoning_content or "", parsed.tool_calls, context_ids)
 
 

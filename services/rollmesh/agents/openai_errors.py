@@ -101,6 +101,12 @@ def shortened(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def context_full(limit: str, field: str) -> OpenAiError:
+    """Return the error for a context without room for an answer, in the words by which frameworks know it."""
+    code = "context_length_exceeded"
+    return invalid(f"This model's maximum context length is {limit} ({code})", field, code)
+
+
 def not_known_yet(session: str) -> OpenAiError:
     """Make a 503: no process has the session now."""
     return unavailable(

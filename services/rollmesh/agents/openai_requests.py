@@ -189,24 +189,17 @@ class SamplingRequest(Sampling):
 class ConversationRequest(SamplingRequest):
     """Fields common to chat and Responses."""
 
-    tool_choice: Literal["auto", "none"] | None = None
-    """auto: the answer is read for calls; none: its text is left as it is. A call cannot be forced."""
+    tool_choice: Literal["auto", "none", "required"] | None = None
+    """auto: the answer is read for calls; none: its text is left as it is. required is auto: to force a call would
+    change what the policy samples, and an answer without one is the policy's mistake."""
     parallel_tool_calls: bool | None = None
-    """Must be true with tools: an answer has as many calls as the model writes."""
+    """false: the answer has its first call only; further ones that the model wrote are among its
+    invalid_tool_calls."""
     chat_template_kwargs: dict[Text, TemplateValue] | None = None
     """Variables for the chat template; they take precedence over data.chat_template_kwargs of the run. (Not part of
     OpenAI's API.)"""
     top_logprobs: NoAlternatives | None = None
     """Must be 0: only the log-probability of the sampled token is known."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _calls_are_parallel(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("tools") and data.get("parallel_tool_calls") is False:
-            raise ValueError(
-                "parallel_tool_calls: false is not supported; an answer has the calls that the model writes"
-            )
-        return data
 
 
 class ChatRequest(ConversationRequest):

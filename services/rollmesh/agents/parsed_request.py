@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from rollmesh.agents.chat_format import AnswerMessage, ChatFormats, RendererFormat, read_calls
 from rollmesh.agents.context_match import Context
-from rollmesh.agents.openai_errors import OpenAiError, invalid
+from rollmesh.agents.openai_errors import OpenAiError, context_full, invalid
 from rollmesh.agents.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from rollmesh.chat_template import Message
 from rollmesh.config import RunConfig
 from rollmesh.errors import DataError
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, SamplingParams
+
+Read = Callable[[Int32Array, Sequence[int]], AnswerMessage]
+"""Read the message of an answer from the tokens of its context and its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,7 @@ class ParsedRequest:
     next_ids: Callable[[str, Int32Array, Int32Array], Int32Array | None]
     """Tokens of the context's end, given as text, after a recorded context and the answer to it; None if they do not
     continue these tokens."""
-    read: Callable[[Int32Array, Sequence[int]], AnswerMessage] | None
+    read: Read | None
     """Message that the tokens of an answer to a context say; None if it is their text."""
     streams: bool
     """True if the message of a part of an answer is a part of its message."""
@@ -66,7 +70,7 @@ def parse_request(
     tokenizer, streams = formats.tokenizer, True
     plain: Callable[[], Int32Array] | None = None
     written: Callable[[Int32Array, Int32Array, AnswerMessage | None], Iterable[str]] | None = None
-    read: Callable[[Int32Array, Sequence[int]], AnswerMessage] | None = None
+    read: Read | None = None
 
     def next_ids(rest: str, context_ids: Int32Array, answer_ids: Int32Array) -> Int32Array | None:
         return tokenizer.encode_aside(rest)
@@ -116,11 +120,7 @@ def parse_request(
 
 def too_long(tokens: int, most: int, field: str) -> OpenAiError:
     """Return the error for a context that leaves no room for an answer."""
-    return invalid(
-        f"the context has {tokens} tokens; the limit with the answer is generator.max_context_tokens={most}",
-        field,
-        "context_length_exceeded",
-    )
+    return context_full(f"{most} tokens with the answer (generator.max_context_tokens), this has {tokens}", field)
 
 
 def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
@@ -168,6 +168,7 @@ class _Chat:
         begun = request.messages[-1].role == "assistant"
         self._parser = formats.tool_parser
         self._reads_calls = bool(self._tools) and request.tool_choice != "none"
+        self._one_call = request.parallel_tool_calls is False
         self.format: RendererFormat | None = None
         try:
             self.format = None if begun else formats.renderer_format(added)
@@ -222,13 +223,16 @@ class _Chat:
         assert self.format is not None
         return self.format.next_ids(context_ids, answer_ids, self._messages, rest.count("\n"), self._tools)
 
-    def _reader(self) -> Callable[[Int32Array, Sequence[int]], AnswerMessage] | None:
-        tools, chosen, parser, read = self._tools, self.format, self._parser, self._reads_calls
+    def _reader(self) -> Read | None:
+        tools, chosen, parser, reads = self._tools, self.format, self._parser, self._reads_calls
+        read: Read
         if chosen is not None:
-            return lambda context_ids, ids: chosen.message(context_ids, ids, tools, read_calls=read)
-        if parser is not None and read:
-            return lambda context_ids, ids: read_calls(self._tokenizer, parser, context_ids, ids)
-        return None
+            read = partial(chosen.message, tools=tools, read_calls=reads)
+        elif parser is not None and reads:
+            read = partial(read_calls, self._tokenizer, parser)
+        else:
+            return None
+        return (lambda context_ids, ids: read(context_ids, ids).with_one_call()) if self._one_call else read
 
 
 def _for_renderer(messages: Sequence[Message], *, name_results: bool) -> list[Message]:

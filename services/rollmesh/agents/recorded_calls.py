@@ -23,7 +23,16 @@ from rollmesh.agents.context_match import (
     match_next,
     tail_of,
 )
-from rollmesh.agents.openai_errors import OpenAiError, busy, gone, invalid, not_known_yet, too_many, unavailable
+from rollmesh.agents.openai_errors import (
+    OpenAiError,
+    busy,
+    context_full,
+    gone,
+    invalid,
+    not_known_yet,
+    too_many,
+    unavailable,
+)
 from rollmesh.agents.parsed_request import ParsedRequest
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.runtime.logging import get_logger
@@ -51,6 +60,8 @@ class _SessionCall:
     trajectory: SessionTrajectory
     rollout: RolloutContext
     request: ParsedRequest
+    was_refused: bool
+    """True for the repeat of a call that came while an equal one was in progress: both clients keep their answers."""
 
 
 class RecordedCalls:
@@ -79,19 +90,19 @@ class RecordedCalls:
         The session stays locked until the answer is closed.
         """
         session.check()
-        context = digest_of(request.context.text)
+        context, was_refused = digest_of(request.context.text), False
         if session.lock.locked():
             session.refused_calls[context] += not is_retry
             raise busy(f"session {session.session_id}: another of its calls is in progress", "session_busy")
         if session.refused_calls[context] and is_retry:
             # The retry of a call that was refused: the recorded answer to the same context is another call's.
             session.refused_calls[context] -= 1
-            is_retry = False
+            is_retry, was_refused = False, True
         elif not is_retry:
             session.refused_calls.clear()
         await session.lock.acquire()
         try:
-            return await self._start(session, request, is_retry)
+            return await self._start(await self._take(session, session.newest, request, was_refused), is_retry)
         except BaseException as error:
             self._release(session)
             if isinstance(error, LetGo):  # another replica may have the session: the next call is told
@@ -100,9 +111,8 @@ class RecordedCalls:
                 raise unavailable("the run has just been paused; send the same call again", "session_parked") from error
             raise
 
-    async def _start(self, session: AgentSession, request: ParsedRequest, is_retry: bool) -> AnswerInProgress:
-        call = await self._take(session, session.newest, request)
-        trajectory, active = call.trajectory, call.rollout.active
+    async def _start(self, call: _SessionCall, is_retry: bool) -> AnswerInProgress:
+        request, trajectory, active = call.request, call.trajectory, call.rollout.active
         match = await aside(partial(self._match, call), len(request.context.text))
         if isinstance(match, Differs) and trajectory.turn_mark is None and active.token_count:
             await call.rollout.restart(active)  # a crashed process left a first context without an answer
@@ -121,10 +131,14 @@ class RecordedCalls:
         why = match.why if isinstance(match, Differs) else "the call repeats an answered context"
         return await self._drifted(call, why, is_repeat=is_repeat)
 
-    async def _take(self, session: AgentSession, trajectory: SessionTrajectory, request: ParsedRequest) -> _SessionCall:
+    async def _take(
+        self, session: AgentSession, trajectory: SessionTrajectory, request: ParsedRequest, was_refused: bool
+    ) -> _SessionCall:
         rollout = await trajectory.wait_ready(time.monotonic() + _PARKED_SECONDS)
         trajectory.busy = True
-        return _SessionCall(session=session, trajectory=trajectory, rollout=rollout, request=request)
+        return _SessionCall(
+            session=session, trajectory=trajectory, rollout=rollout, request=request, was_refused=was_refused
+        )
 
     def _release(self, session: AgentSession) -> None:
         for trajectory in session.trajectories:
@@ -199,7 +213,8 @@ class RecordedCalls:
             raise self._wrong_prompt(call, match.why)
         self._check_room(self._budget, match.new_ids, request.field)
         mark = trajectory.turn_mark
-        unwanted = is_repeat and mark is not None and not _has_answers(rollout.active.segments, mark.at)
+        discards = is_repeat and not call.was_refused
+        unwanted = discards and mark is not None and not _has_answers(rollout.active.segments, mark.at)
         fork = await self._fork(session, rollout)
         if fork.leased is None and is_repeat:
             return self._replay(call)  # fixed noise: sampling again gives the same answer
@@ -212,10 +227,11 @@ class RecordedCalls:
             trajectory.drop_turns(drift_count=session.drift_count)
             return await self._next_turn(call, match)
         newest = self._session_manager.add_trajectory(session, fork.leased.trajectory.trajectory_id)
+        session.check()
         trajectory.busy = False
         if unwanted and session.kind == "training":  # an evaluation waits for its first trajectory
             trajectory.give_up(UNWANTED)
-        return await self._next_turn(await self._take(session, newest, request), match)
+        return await self._next_turn(await self._take(session, newest, request, call.was_refused), match)
 
     async def open_sub_agent(self, parent: AgentSession) -> AgentSession:
         """Open a session that shares the reward of another one; OpenAiError without room for its trajectory."""
@@ -372,11 +388,10 @@ class RecordedCalls:
 
     def _check_room(self, left: int, new_ids: Int32Array, field: str) -> None:
         if len(new_ids) >= left:
-            raise invalid(
-                f"the context adds {len(new_ids)} tokens and the session has {left} left of rollout.max_new_tokens="
-                f"{self._budget}, including answers; post the reward, or give up the session",
+            raise context_full(
+                f"{self._budget} tokens in a session (rollout.max_new_tokens, answers included), the context adds "
+                f"{len(new_ids)}, and {left} are left; post the reward, or give up the session",
                 field,
-                "context_length_exceeded",
             )
 
 

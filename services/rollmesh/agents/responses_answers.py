@@ -186,7 +186,7 @@ class ResponseFormat(AnswerFormat):
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": asked.temperature,

@@ -352,11 +352,6 @@ def _sampler_problems(config: RunConfig) -> Iterator[str]:
     sampler, source = config.curriculum.sampler, config.data.source
     if sampler == ORDER:
         return
-    if config.schedule.harvest == "trajectory" or config.schedule.preset in ("sorted", "sorted_partial"):
-        yield (
-            f"curriculum.sampler={sampler}: with schedule.harvest=trajectory every prompt comes "
-            "schedule.group_size times in a row, in the order of the source; set sampler=order"
-        )
     if isinstance(source, CountdownSource) and source.puzzles is None:
         yield (
             f"curriculum.sampler={sampler}: data.source.type=countdown gives a new prompt at every draw, so there is "

@@ -21,7 +21,7 @@ from rollmesh.config.teachers import TeacherConfig
 from rollmesh.file_writes import write_text
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import thread_variables
-from rollmesh.preflight.machine import has_gpu
+from rollmesh.runtime.capacity import has_gpu
 
 CORES_FILE = "trainer-cores.json"
 _LEAST_GAIN = 0.9

@@ -17,7 +17,7 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, StoreError
 from rollmesh.preflight.run_model import ModelMemory
 from rollmesh.runtime.addresses import bind_host
-from rollmesh.runtime.capacity import available_memory
+from rollmesh.runtime.capacity import available_memory, has_gpu
 from rollmesh.runtime.locks import has_launcher
 from rollmesh.store import TrajectoryStore
 
@@ -26,7 +26,6 @@ PORT_SECONDS = 3.0
 _REDIS_SECONDS = 4.0
 """Wait for the server of ``store.url``."""
 _POLL_SECONDS = 0.1
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _GPU_QUERY_SECONDS = 20.0
 _OBJECT_STORES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -158,11 +157,6 @@ def _device_bytes(device: str) -> int | None:
         return max(int(line) for line in done.stdout.split()) << 20
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-
-
-def has_gpu() -> bool:
-    """Tell whether this machine has a GPU device."""
-    return any(Path(device).exists() for device in _GPU_DEVICES)
 
 
 def _check_folder(config: RunConfig) -> None:

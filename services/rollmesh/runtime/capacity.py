@@ -25,6 +25,7 @@ _LEAST_PROCESS_BYTES = 200 << 20
 """Memory of a service process with the smallest model."""
 _PROCESS_BYTES = 600 << 20
 """Assumed size of a process of a service without a running process: the libraries and a small model."""
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,11 @@ def this_machine() -> Machine:
         cores=cores if quota is None else min(cores, math.ceil(quota)),
         available_bytes=available if limit is None else min(available, limit),
     )
+
+
+def has_gpu() -> bool:
+    """Tell whether this machine has a GPU device."""
+    return any(Path(device).exists() for device in _GPU_DEVICES)
 
 
 def check_capacity(config: RunConfig, requested: Mapping[str, int], service: str, replicas: int) -> None:

@@ -14,6 +14,7 @@ from rollmesh.config.round_methods import (
     largest_z_score,
     planned_members,
 )
+from rollmesh.config.sampler_methods import ORDER
 from rollmesh.scheduling.axes import AdmissionRule, CutOrder, Harvest, OnStale
 from rollmesh.scheduling.presets import PRESETS
 from rollmesh.scheduling.schedule_bounds import Bounds
@@ -60,6 +61,12 @@ def contradictions(config: RunConfig, schedule: Bounds) -> Iterator[str]:
     yield from _of_segments(config)
     yield from _of_groups_of_one(config, schedule)
     yield from _of_parts(config, schedule)
+    if config.curriculum.sampler != ORDER and schedule.harvest is Harvest.TRAJECTORY:
+        yield (
+            f"curriculum.sampler={config.curriculum.sampler} with schedule.harvest=trajectory (schedule.preset="
+            f"{section.preset}): every prompt comes schedule.group_size times in a row, in the order of the source; "
+            "set schedule.harvest=group or curriculum.sampler=order"
+        )
     if config.curriculum.planner != "single":
         yield from _of_planner(config, schedule)
     elif config.curriculum.most_members is not None and config.trainer.algorithm.credit != "shared":

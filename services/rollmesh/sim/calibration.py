@@ -12,7 +12,7 @@ import numpy as np
 from rollmesh.config import RunConfig
 from rollmesh.errors import DataError
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.runtime.capacity import this_machine
+from rollmesh.runtime.capacity import has_gpu, this_machine
 from rollmesh.sim.cores import CoreShares
 from rollmesh.sim.decode_curve import EngineCosts
 from rollmesh.sim.reward_model import RewardModel
@@ -34,7 +34,6 @@ _BOUNDS = tuple(
 _FORWARD_SHARE = 1 / 3
 """Share of a pass that only computes log-probabilities in one with gradients: of forward and backward, the latter takes
 two thirds of the operations."""
-_GPU_DRIVER = Path("/proc/driver/nvidia")
 _UNBOUNDED = 4096
 """Reward workers: the measured seconds have the wait for a worker in them."""
 
@@ -151,7 +150,7 @@ class Calibration:
         assert config is not None and schedule is not None  # recorded_times has read them.
         if not schedule.rests_while_training:
             return cls(records=records)
-        on_cpu = config.trainer.device == "cpu" or (config.trainer.device == "auto" and not _GPU_DRIVER.exists())
+        on_cpu = config.trainer.device == "cpu" or (config.trainer.device == "auto" and not has_gpu())
         trainer = config.trainer.model_copy(update={"train_steps": len(records.updates)})
         own = config.model_copy(update={"trainer": trainer})
         return cls.on_cores(own, records, cores=this_machine().cores if on_cpu else 0)

@@ -9,9 +9,10 @@ import numpy as np
 import openai
 import pytest
 
-from rollmesh.store.queue_types import Append, AppendResult, Score
+from rollmesh.store.queue_types import Append, AppendResult, Fork, Score
 from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.types import FinishReason, SegmentSource
+from rollmesh.worker.worker import Worker
 
 from .agent_client import Agent, above, http_of, state
 from .agent_mesh import TASKS, AgentMesh
@@ -201,6 +202,13 @@ async def test_equal_calls_at_once_get_an_answer_each(make_mesh: Callable[..., A
         calls = [client.chat.completions.create(**options, extra_body={"return_token_ids": True}) for _ in range(3)]
         answers = [tuple(answer.choices[0].model_extra["token_ids"]) for answer in await asyncio.gather(*calls)]
         assert len(set(answers)) == 3, "two were refused while the first was in progress, and retried by the client"
+        assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
+        other = await Agent.open(api, http)
+        await other.turn()
+        assert (await http.post(f"/sessions/{other.id}/reward", json={"reward": 0.0})).status_code == 200
+        trained = (await mesh.batch(1)).groups[0].trajectories
+        said = {tuple(t.response_ids.tolist()) for t in trained}
+        assert said >= set(answers), "all that the agent was told"
 
 
 async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: Callable[..., Any]) -> None:
@@ -311,6 +319,36 @@ async def test_a_session_whose_reward_is_being_scored_cannot_be_given_up(
             assert (await http.delete(f"/sessions/{agent.id}")).status_code == 204, "the session has ended already"
     batch = await mesh.batch(1)
     assert [t.shaped_reward for t in batch.groups[0].trajectories] == [1.0, 0.0]
+
+
+async def test_a_session_that_is_given_up_while_it_opens_another_trajectory_keeps_none(
+    make_mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
+    forking, may_fork, fork = asyncio.Event(), asyncio.Event(), Worker.fork
+
+    async def forks_later(*arguments: Any) -> Fork:
+        forking.set()
+        await may_fork.wait()
+        return await fork(*arguments)
+
+    monkeypatch.setattr(Worker, "fork", forks_later)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
+        await agent.turn()
+        agent.messages[1] = {"role": "assistant", "content": "a summary"}
+        turn = asyncio.create_task(agent.turn())
+        await forking.wait()
+        assert (await http.delete(f"/sessions/{agent.id}")).status_code == 204
+        may_fork.set()
+        with pytest.raises(openai.APIStatusError) as refused:
+            await turn
+        assert refused.value.code == "session_ended"
+
+        async def all_back() -> bool:
+            return (await mesh.store.mesh.counts()).trajectories["leased"] == 0
+
+        await mesh.until("its trajectories are given back", all_back)
 
 
 async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable[..., Any]) -> None:

@@ -45,6 +45,9 @@ async def test_what_a_call_gets_wrong_is_named_and_the_session_goes_on(tools_mes
             (await call(*known, response_format=json_format), 400, "unsupported_parameter", "response_format"),
         ):  # fmt: skip
             assert (status, answer["error"]["code"], answer["error"]["param"]) == (expected, code, param), answer
+            # The words by which litellm and LangChain know a context that is full.
+            words = ("This model's maximum context length is", "context_length_exceeded")
+            assert all((word in answer["error"]["message"]) == (code == words[1]) for word in words), answer
         after = await state(http, told["id"])
         assert (after["trajectories"], after["drift_count"]) == (before["trajectories"], 0)
         status, answer = await call(*known)

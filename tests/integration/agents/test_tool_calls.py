@@ -55,10 +55,29 @@ async def test_calls_of_tools_are_answered_and_every_sampled_token_is_trained(to
         assert api.value("rollmesh_agents_drift_total", outcome="forked") == 0
 
 
-async def answer(client: openai.AsyncOpenAI, told: dict[str, Any], messages: list[Any], streamed: bool) -> Any:
+async def test_a_client_that_takes_one_call_at_most_gets_the_first_one_and_goes_on_there(tools_mesh: AgentMesh) -> None:
+    """LlamaIndex asks so by default, and smolagents for a call in every answer."""
+    async with tools_mesh.api() as api, http_of(api) as http:
+        for streamed in (False, True):
+            told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
+            wishes = {"parallel_tool_calls": False, "tool_choice": "required"}
+            async with api.client(api_key=told["api_key"]) as client:
+                first = await answer(client, told, [QUESTION], streamed, **wishes)
+                (call,) = first.message.tool_calls
+                assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+                echo = first.message.model_dump(include={"role", "content", "tool_calls"})
+                await answer(client, told, [QUESTION, echo, result_of(call)], streamed, **wishes)
+            assert (await state(http, told["id"]))["drift_count"] == 0
+            assert (await http.delete(f"/sessions/{told['id']}")).status_code == 204
+
+
+async def answer(
+    client: openai.AsyncOpenAI, told: dict[str, Any], messages: list[Any], streamed: bool, **wishes: Any
+) -> Any:
     """One call's choice, put together by the official client where it is streamed."""
     asked: dict[str, Any] = {
         "model": told["model"], "messages": messages, "tools": [ADD], "extra_body": {"return_token_ids": True},
+        **wishes,
     }  # fmt: skip
     if not streamed:
         return (await client.chat.completions.create(**asked)).choices[0]

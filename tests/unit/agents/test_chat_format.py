@@ -197,7 +197,8 @@ def test_a_call_that_no_client_could_send_back_is_typed_and_never_an_error(tmp_p
     assert unread.content == "see <tool_call>x</tool_call>" and not unread.invalid_tool_calls
 
 
-def test_a_streamed_message_is_the_whole_one_in_the_families_that_stream(talk: Talk) -> None:
+@pytest.mark.parametrize("read_calls", [True, False])
+def test_a_streamed_message_is_the_whole_one_in_the_families_that_stream(talk: Talk, read_calls: bool) -> None:
     talk.messages = [{"role": "user", "content": "what is 2 + 3?"}]
     context_ids = talk.chat.ids(talk.messages, TOOLS)
     calls = [{"a": 2, "text": "a < b"}, {"a": 3}][: 1 if talk.family == "llama-3" else 2]
@@ -206,6 +207,7 @@ def test_a_streamed_message_is_the_whole_one_in_the_families_that_stream(talk: T
         {"reasoning": "line one\n\nline two", "content": "It is five. Really.", "calls": []},
         {"reasoning": "", "content": "Let me see.", "calls": calls},
         {"reasoning": "I think so", "content": "", "calls": calls},
+        {"reasoning": "I think so", "content": "I call", "calls": calls},
         {"reasoning": "", "content": "# Title\n\n  indented é", "calls": []},
     ):
         answer = talk.answer({**said, "split": random.Random(0)})
@@ -214,7 +216,7 @@ def test_a_streamed_message_is_the_whole_one_in_the_families_that_stream(talk: T
         ids = answer.tolist()
 
         def read(ids: Any) -> AnswerMessage:
-            return talk.chat.message(context_ids, ids, TOOLS, read_calls=True)
+            return talk.chat.message(context_ids, ids, TOOLS, read_calls=read_calls)
 
         sent, parts, heard = MessageSoFar(), dict[str, str](), list[Any]()
         for end in range(1, len(ids) + 1):
@@ -222,6 +224,7 @@ def test_a_streamed_message_is_the_whole_one_in_the_families_that_stream(talk: T
             heard += news.get("tool_calls", [])
             parts |= {k: parts.get(k, "") + v for k, v in news.items() if isinstance(v, str)}
         message = read(ids)
+        assert "think>" not in message.content
         whole.append(
             (parts.get("content", ""), parts.get("reasoning_content", "")) == (message.content, message.reasoning)
             and [call["function"] for call in heard] == [call["function"] for call in message.tool_calls]

@@ -51,7 +51,8 @@ def config(tmp_path: Path) -> Any:
     [
         {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"response_format": {"type": "text"}},
         {"logit_bias": {}},
-        {"presence_penalty": 0}, {"frequency_penalty": 0.0}, {"parallel_tool_calls": True}, {"store": False},
+        {"presence_penalty": 0}, {"frequency_penalty": 0.0}, {"parallel_tool_calls": False}, {"store": False},
+        {"tool_choice": "required"},
         {"service_tier": "auto"}, {"user": "me"}, {"metadata": {"a": 1}}, {"stream": None}, {"stop": None}, {"n": 1},
         {"prompt_cache_key": "run-1"}, {"safety_identifier": "me"}, {"min_tokens": 0},
         {"repetition_penalty": 1.0}, {"ignore_eos": False}, {"stop_token_ids": []}, {"top_logprobs": 0},
@@ -155,8 +156,8 @@ def test_only_an_assistant_calls_tools_and_a_schema_is_json() -> None:
     assert (error.status, error.param) == (400, "messages.0")
     schema = {"type": "function", "function": {"name": "no name", "parameters": {}}}
     assert refusal(ChatRequest, {**CHAT, "tools": [schema]}).param == "tools.0.function.name"
-    for forced in ({"tool_choice": "required"}, {"parallel_tool_calls": False}):
-        assert refusal(ChatRequest, {**CHAT, "tools": [TOOL], **forced}).param == next(iter(forced))
+    named = {"type": "function", "function": {"name": "add"}}
+    assert refusal(ChatRequest, {**CHAT, "tools": [TOOL], "tool_choice": named}).param == "tool_choice"
 
 
 @pytest.mark.parametrize(
