@@ -303,11 +303,6 @@ class Decisions:
     fail: str = ""
     """Error that ends the run; empty without one."""
 
-    @property
-    def blocked(self) -> bool:
-        """True if unfinished groups block the cut."""
-        return bool(self.blocked_by)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:

@@ -52,7 +52,6 @@ class TrajectoryState(StrEnum):
     FINISHED = "finished"
     SCORED = "scored"
     UNSCORABLE = "unscorable"
-    EVICTED = "evicted"
     DEAD = "dead"
     SURPLUS = "surplus"
     """Cut off unfinished, because enough other members of its group are scored."""

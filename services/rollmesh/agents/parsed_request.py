@@ -120,7 +120,7 @@ def parse_request(
 
 def too_long(tokens: int, most: int, field: str) -> OpenAiError:
     """Return the error for a context that leaves no room for an answer."""
-    return context_full(f"{most} tokens with the answer (generator.max_context_tokens), this has {tokens}", field)
+    return context_full(f"generator.max_context_tokens={most} tokens with the answer, and this one has {tokens}", field)
 
 
 def check_recordable(request: SamplingRequest, config: RunConfig) -> None:

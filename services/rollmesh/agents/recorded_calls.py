@@ -389,8 +389,8 @@ class RecordedCalls:
     def _check_room(self, left: int, new_ids: Int32Array, field: str) -> None:
         if len(new_ids) >= left:
             raise context_full(
-                f"{self._budget} tokens in a session (rollout.max_new_tokens, answers included), the context adds "
-                f"{len(new_ids)}, and {left} are left; post the reward, or give up the session",
+                f"rollout.max_new_tokens={self._budget} tokens in a session, answers included; {left} are left, and "
+                f"this one adds {len(new_ids)}; post the reward, or give up the session",
                 field,
             )
 

@@ -44,10 +44,9 @@ UNSCORED_ANSWER_LIMIT = 256
 class RewardService:
     """RPCs that score answers; each outcome is streamed as soon as it is available."""
 
-    def __init__(self, scoring: "Scoring", most_items: int = MOST_ITEMS, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, scoring: "Scoring", most_items: int = MOST_ITEMS) -> None:
         self._scoring = scoring
         self._most_items = most_items
-        self._most_bytes = most_bytes
         self._item_count = 0
         self._byte_count = 0
 
@@ -67,9 +66,9 @@ class RewardService:
         """
         # Errors set a status and return: an exception would keep this frame and the request in a reference cycle.
         free_items, byte_count = self._most_items - self._item_count, len(request)
-        if self._byte_count + byte_count > self._most_bytes:
+        if self._byte_count + byte_count > MOST_BYTES:
             context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            context.set_details(f"bytes: {self._byte_count} of {self._most_bytes} are in progress; retry later")
+            context.set_details(f"bytes: {self._byte_count} of {MOST_BYTES} are in progress; retry later")
             return
         try:
             items = score_items(request, MOST_ITEMS)

@@ -4,7 +4,7 @@ Every call has ``traceparent`` metadata (W3C) and, when a token is configured, `
 """
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -78,15 +78,13 @@ class HealthReporter:
             await self._servicer.set(name, state)
 
 
-def create_server(
-    security: PortSecurity = OPEN, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
-) -> grpc.aio.Server:
+def create_server(security: PortSecurity = OPEN) -> grpc.aio.Server:
     """Create a server with the mesh's limits.
 
     The caller adds servicers, opens a port with ``security.bind`` and starts the server.
     """
     hooks = [BearerTokenInterceptor(security.tokens)] if security.tokens is not None else []
-    return grpc.aio.server(interceptors=[*hooks, RequestInterceptor(), *interceptors], options=_OPTIONS)
+    return grpc.aio.server(interceptors=[*hooks, RequestInterceptor()], options=_OPTIONS)
 
 
 def create_channel(address: str, security: PortSecurity = OPEN) -> grpc.aio.Channel:

@@ -70,7 +70,6 @@ class SimulatedRun:
     """Sampled tokens that are never trained on, by reason."""
     in_flight_tokens: int
     """Sampled tokens of trajectories that remain when the last batch is trained."""
-    dropped_groups: Mapping[str, int]
     event_count: int
     finished: int
     """Finished trajectories."""
@@ -227,7 +226,6 @@ class SimulatedMesh:
             seconds=self.clock.now,
             wasted_tokens={reason: tokens for reason, tokens in sorted(wasted.items()) if tokens},
             in_flight_tokens=sum(m.tokens - m.wasted_tokens for m in members) + self.worker.unsaved_tokens(),
-            dropped_groups=dict(sorted(queue.drops.items())),
             event_count=self.clock.event_count,
             finished=queue.totals["finished_total"],
             rests_while_training=self._settings.schedule.rests_while_training,

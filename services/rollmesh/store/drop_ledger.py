@@ -52,7 +52,6 @@ class DropLedger(QueuePart):
 def _drop(entry: bytes, fields: Mapping[bytes, bytes]) -> Drop:
     return Drop(
         entry_id=entry.decode(),
-        time_seconds=int(entry.partition(b"-")[0]) / 1000,
         group_id=fields[b"group"].decode(),
         reason=fields[b"reason"].decode(),
         token_count=int(fields[b"tokens"]),

@@ -223,7 +223,6 @@ class Drop:
     """One ledger entry: a group that left the queue untrained."""
 
     entry_id: str
-    time_seconds: float
     group_id: str
     reason: str
     token_count: int

@@ -102,14 +102,12 @@ class TeacherService(stubs.TeacherServiceServicer):
         engine: TeacherEngine,
         metrics: TeacherMetrics,
         most_items: int = MOST_ITEMS,
-        most_bytes: int = MOST_BYTES,
     ) -> None:
         self._teacher = teacher
         self._digest = manifest_digest
         self._engine = engine
         self._metrics = metrics
         self._most_items = most_items
-        self._most_bytes = most_bytes
         self._item_count = 0
         self._byte_count = 0
         self._logged: set[str] = set()
@@ -140,7 +138,7 @@ class TeacherService(stubs.TeacherServiceServicer):
         item_count, byte_count = len(request.items), request.ByteSize()
         for name, used, asked, most in (
             ("items", self._item_count, item_count, self._most_items),
-            ("bytes", self._byte_count, byte_count, self._most_bytes),
+            ("bytes", self._byte_count, byte_count, MOST_BYTES),
         ):
             if used + asked > most:
                 _set(

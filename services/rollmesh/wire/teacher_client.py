@@ -12,7 +12,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.teachers import teacher_service
 from rollmesh.errors import ConfigError, DataError, NoTeacherScores, TeacherUnavailable
-from rollmesh.runtime.endpoints import Addresses, service_addresses
+from rollmesh.runtime.endpoints import service_addresses
 from rollmesh.runtime.grpc import MAX_MESSAGE_BYTES
 from rollmesh.runtime.health import Waits
 from rollmesh.runtime.port_security import OPEN, PortSecurity
@@ -69,15 +69,14 @@ class TeacherClient(ScoringClient[pb.TokenScoreItem, TeacherColumn]):
         config: RunConfig,
         name: str,
         *,
-        addresses: Addresses | None = None,
         security: PortSecurity = OPEN,
         waits: Waits | None = None,
     ) -> None:
-        """``name``: of the teacher in the run file, which also gives the addresses unless they are passed."""
+        """``name``: of the teacher in the run file, which gives its addresses."""
         self.name, self.config, self._temperature = name, config.teachers[name], config.rollout.temperature
         self._run = config
         section = f"teachers.{name}"
-        addresses = addresses or service_addresses(config, section, self.config.address, teacher_service(name))
+        addresses = service_addresses(config, section, self.config.address, teacher_service(name))
         super().__init__(section, addresses, security, self.config.timeout_seconds, waits)
 
     async def score(self, trajectory: Trajectory) -> TeacherColumn:

@@ -155,7 +155,7 @@ def test_a_group_that_is_due_goes_before_shorter_ones_and_blocks_their_cut_while
     """Staleness 2 at step 3: tokens of train step 1 can be trained in this batch only."""
     rules, short = schedule(max_staleness=2, cut_order="shortest"), [group(1, 3, tokens=5), group(2, 3, tokens=4)]
     assert decide(rules, at_step(3, ready=[*short, group(7, 1, tokens=900)])).cut == ("e0-7", "e0-2")
-    assert decide(rules, at_step(3, ready=short, opened=[group(7, 1)])).blocked
+    assert decide(rules, at_step(3, ready=short, opened=[group(7, 1)])).blocked_by
 
 
 @pytest.mark.parametrize("order", ["shortest", "oldest"])

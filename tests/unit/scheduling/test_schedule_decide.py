@@ -13,11 +13,11 @@ def test_pace_waits_for_an_open_group_that_the_step_after_could_not_train():
     ready = [group(5, 3), group(6, 3)]
     waits = decide(schedule(max_staleness=2), at_step(3, ready=ready, opened=[group(1, 1)]))
     assert waits.cut is None
-    assert waits.blocked
+    assert waits.blocked_by
     assert "train step 1 or older" in waits.desired.waiting_for
     goes = decide(schedule(max_staleness=2), at_step(3, ready=ready, opened=[group(1, 2)]))
     assert goes.cut == ("e0-5", "e0-6")
-    assert not goes.blocked
+    assert not goes.blocked_by
 
 
 def test_pace_waits_before_more_stragglers_fall_due_at_once_than_a_batch_can_hold():
@@ -26,7 +26,7 @@ def test_pace_waits_before_more_stragglers_fall_due_at_once_than_a_batch_can_hol
     stragglers = [group(0, 0), group(1, 0)]
     blocked = decide(one, at_step(1, ready=[group(3, 1)], opened=stragglers))
     assert blocked.cut is None
-    assert blocked.blocked
+    assert blocked.blocked_by
     freed = decide(one, at_step(1, ready=[group(3, 1), group(1, 0)], opened=stragglers[:1]))
     assert freed.cut == ("e0-1",)
 
@@ -58,7 +58,7 @@ def test_the_straggler_timeout_restarts_when_other_groups_block_the_cut():
     before = blocked_for(600, limited, at_step(3, ready=ready, opened=[group(1, 1)]))
     after = at_step(3, ready=ready, opened=[group(2, 1)], blocked_by=before.blocked_by, blocked_since=400.0)
     assert decide(limited, before).evict
-    assert decide(limited, after).blocked
+    assert decide(limited, after).blocked_by
     assert decide(limited, after).blocked_by != before.blocked_by
     assert decide(limited, after).evict == ()
 
@@ -81,7 +81,7 @@ def test_the_straggler_timeout_restarts_with_every_rollout_that_ends():
     assert decide(limited, seen).evict
     for change in ({"leased": 2}, {"finished_total": 1}, {"open_groups": 2, "admitted_unconsumed": 3}):
         other = decide(limited, replace(seen, **change))
-        assert other.blocked and not other.evict, change
+        assert other.blocked_by and not other.evict, change
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_batch_that_is_being_generated_has_no_stragglers_however_long_it_takes
     seen = blocked_for(6000, limited, view(ready=[group(1)], opened=[group(0)], unfinished=1))
     assert decide(limited, seen).evict
     decisions = decide(limited, replace(seen, **healthy))
-    assert not decisions.blocked
+    assert not decisions.blocked_by
     assert decisions.evict == ()
 
 
@@ -118,7 +118,7 @@ def test_no_time_counts_for_stragglers_while_every_generator_is_pinned_to_an_old
         "; every generator is pinned to policy version 5, older than the newest, 9"
     )
     released = decide(rules, replace(seen, now=late.now + 600))
-    assert released.blocked, "the store has forgotten the time before"
+    assert released.blocked_by, "the store has forgotten the time before"
     assert released.evict == ()
     assert "pinned" not in released.desired.waiting_for
 
@@ -211,7 +211,7 @@ def test_nothing_is_cut_or_blocked_while_a_rollback_drops_the_abandoned_branch()
     seen = replace(blocked, ready=(), rolling_back=True)
     assert not blocking_groups(rules, seen)
     decisions = decide(rules, seen)
-    assert decisions.cut is None and not decisions.blocked and "rollback" in decisions.desired.waiting_for
+    assert decisions.cut is None and not decisions.blocked_by and "rollback" in decisions.desired.waiting_for
 
 
 @pytest.mark.parametrize("on_stale", ["pace", "evict"])
@@ -226,7 +226,7 @@ def test_evict_does_not_wait_for_stragglers():
     seen = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 1)])
     decisions = decide(schedule(max_staleness=2, on_stale="evict"), seen)
     assert decisions.cut == ("e0-5", "e0-6")
-    assert not decisions.blocked
+    assert not decisions.blocked_by
     assert not decisions.evict
 
 
@@ -254,7 +254,7 @@ def test_masking_trains_old_groups_in_admission_order():
 
 def test_the_last_batch_of_the_run_waits_for_no_straggler():
     seen = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 1)])
-    assert decide(schedule(max_staleness=2, train_steps=5), seen).blocked
+    assert decide(schedule(max_staleness=2, train_steps=5), seen).blocked_by
     assert decide(schedule(max_staleness=2, train_steps=4), seen).cut == ("e0-5", "e0-6")
 
 

@@ -80,11 +80,9 @@ def _pick(rng: random.Random, puzzle: Puzzle) -> _Pick:
     return _Pick(max(first, second), "-", min(first, second))
 
 
-def draw_demonstration(
-    rng: random.Random, mix: SearcherMix, min_numbers: int = 5, max_numbers: int = 8
-) -> Demonstration:
-    """Draw a demonstration for a random puzzle of the train split."""
-    return demonstrate(rng, draw_puzzle(rng, "train", min_numbers, max_numbers), mix)
+def draw_demonstration(rng: random.Random, mix: SearcherMix) -> Demonstration:
+    """Draw a demonstration for a random puzzle of 5 to 8 numbers of the train split."""
+    return demonstrate(rng, draw_puzzle(rng, "train", 5, 8), mix)
 
 
 def starter_rows() -> str:

@@ -19,10 +19,10 @@ class WorkerOperations(QueueState):
         """Open a worker session under a name that no other session has had."""
         self.held[session] = set()
 
-    def lease(self, session: str, limit: int, most_new: int | None = None) -> list[ModelMember]:
+    def lease(self, session: str, limit: int) -> list[ModelMember]:
         """Lease up to ``limit`` trajectories within the pool: partial ones first, each queue in its order.
 
-        ``most_new`` limits the pending ones. A trajectory with too many leases without progress becomes a dead letter.
+        A trajectory with too many leases without progress becomes a dead letter.
         """
         held = self._session(session)
         leased: list[ModelMember] = []
@@ -31,7 +31,6 @@ class WorkerOperations(QueueState):
         room = min(limit, self.leasable - self.leased)
         burials = 1 if room > 0 and self._wake() else self.most_burials
         burials -= self._lease_from(self.partial, session, room, burials, leased)
-        room = min(room, len(leased) + (limit if most_new is None else most_new))
         self._lease_from(self.pending, session, room, burials, leased)
         held.update([member.trajectory_id for member in leased])
         self.totals["leases_total"] += len(leased)

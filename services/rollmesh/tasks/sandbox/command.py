@@ -42,8 +42,6 @@ class Isolation(Enum):
 class CommandResult:
     """Result of a script."""
 
-    exit_status: int
-    """Exit status: 0 for success; 128 + n (or -n) if signal n killed the script."""
     stdout: bytes
     """Standard output, cut at the limit; a script that writes more is killed."""
     stderr: bytes
@@ -285,16 +283,17 @@ def _exchange(process: subprocess.Popen[bytes], stdin: bytes, output_bytes: int,
             timed_out = not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
         finally:
             os.close(descriptor)
-    return CommandResult(exit_status=_kill(process), stdout=bytes(output), stderr=bytes(errors), timed_out=timed_out)
+    _kill(process)
+    return CommandResult(stdout=bytes(output), stderr=bytes(errors), timed_out=timed_out)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> int:
-    """Kill the remaining processes of a script (its namespace ends with its first process); return the exit status."""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the remaining processes of a script (its namespace ends with its first process) and wait for their end."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-    return process.wait()
+    process.wait()
 
 
 @contextmanager
