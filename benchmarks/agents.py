@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,10 @@ def _cpu_seconds(pid: int) -> float:
 
 def _generations(traces: Collector) -> dict[str, list[tuple[int, int]]]:
     """Return the begin and end of every call in the generator, by trajectory."""
-    calls: dict[str, list[tuple[int, int]]] = {}
+    calls = defaultdict[str, list[tuple[int, int]]](list)
     for span in traces.spans:
         if span.name == "generate":
-            calls.setdefault(span.attributes["rollmesh.trajectory"], []).append((span.start_ns, span.end_ns))
+            calls[span.attributes["rollmesh.trajectory"]].append((span.start_ns, span.end_ns))
     return calls
 
 

@@ -18,6 +18,7 @@ async def work(mesh, rollout):
                 result = {"reward": await rollout(mesh.with_options(api_key=row["api_key"]), row)}
             except Exception as error:  # of this session only
                 result = {"error": repr(error)[:2000]}
+                print(f"{row['id']}: {error!r}", file=sys.stderr)
             await mesh.post(f"/sessions/{row['id']}/reward", cast_to=object, body=result)
         except (APIConnectionError, APIStatusError) as error:
             if not isinstance(error, APIStatusError) or error.code == "run_complete":

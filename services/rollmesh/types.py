@@ -336,8 +336,13 @@ class PolicyRecord:
     @property
     def rollback_count(self) -> int:
         """Rollbacks of the run before this policy: the folder name ends with ``r<count>`` after the first one."""
-        mark = re.search(r"r(\d+)$", self.path)
-        return int(mark[1]) if mark else 0
+        return rollbacks_of(self.path)
+
+
+def rollbacks_of(path: str) -> int:
+    """Return the rollbacks before a policy, which the name of its folder ends with."""
+    mark = re.search(r"r(\d+)$", path)
+    return int(mark[1]) if mark else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,10 +69,10 @@ class AnswerMessage:
     tool_calls: Sequence[Mapping[str, Any]] = ()
     """Calls in OpenAI's format."""
     invalid_tool_calls: Sequence[Mapping[str, Any]] = ()
-    """Calls that could not be parsed: name, args (their text) and error."""
+    """Calls that the client does not get as such, with name, args (their text) and error (why)."""
 
     def with_one_call(self) -> "AnswerMessage":
-        """Return the message for a client that takes one call at most; further ones count as not parsed."""
+        """Return the message for a client that takes one call at most."""
         extra = [
             {
                 "name": call["function"]["name"],
@@ -115,7 +115,10 @@ class RendererFormat:
         if said is not None:
             yield _answer_line(said)
         for read_calls in (True, False):
-            yield _answer_line(self.message(context_ids, answer_ids.tolist(), tools, read_calls=read_calls))
+            message = self.message(context_ids, answer_ids.tolist(), tools, read_calls=read_calls)
+            yield _answer_line(message)
+            if len(message.tool_calls) > 1:
+                yield _answer_line(message.with_one_call())
 
     def ids(self, messages: Sequence[Message], tools: Tools) -> Int32Array:
         """Return the tokens of a conversation and of the beginning of an answer; DataError for refused messages."""
@@ -166,18 +169,17 @@ class RendererFormat:
         self, context_ids: Int32Array, answer_ids: Sequence[int], tools: Tools, *, read_calls: bool
     ) -> AnswerMessage:
         """Read the message of an answer, which may be incomplete; calls that are not read are part of its content."""
-        ids = list(answer_ids)
+        ids, given = list(answer_ids), {"tools": list(tools) or None, "prompt_ids": context_ids.tolist()}
         try:
-            parsed = self._renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=context_ids.tolist())
+            parsed = self._renderer.parse_response(ids, **given)
+            if parsed.tool_calls and not read_calls:
+                # The content begins as that of a stream does before the first call, and goes on to the end.
+                first, _ = parsed.tool_calls[0].token_span or (0, 0)
+                before, text = self._renderer.parse_response(ids[:first], **given), _text(self._tokenizer, ids)
+                begins = text.rfind(before.content.strip(), 0, len(text) - len(_text(self._tokenizer, ids[first:])))
+                return AnswerMessage(content=text[begins:].strip(), reasoning=(parsed.reasoning_content or "").strip())
         except Exception as error:  # what a policy writes can break a parser in many ways
             return _unreadable(_text(self._tokenizer, ids), error)
-        if parsed.tool_calls and not read_calls:
-            first, thought = parsed.tool_calls[0], (parsed.reasoning_content or "").strip()
-            calls = first.raw if first.token_span is None else _text(self._tokenizer, ids[first.token_span[0] :])
-            # The markers of the thought end where the content begins, which is also how a stream begins.
-            text = _text(self._tokenizer, ids)
-            at = text.find(parsed.content.strip() or calls, max(0, text.find(thought)) + len(thought))
-            return AnswerMessage(content=text[max(0, at) :].strip(), reasoning=thought)
         return _answer_message(parsed.content, parsed.reasoning_content or "", parsed.tool_calls, context_ids)
 
 

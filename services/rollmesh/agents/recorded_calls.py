@@ -132,7 +132,7 @@ class RecordedCalls:
         return await self._drifted(call, why, is_repeat=is_repeat)
 
     async def _take(
-        self, session: AgentSession, trajectory: SessionTrajectory, request: ParsedRequest, was_refused: bool
+        self, session: AgentSession, trajectory: SessionTrajectory, request: ParsedRequest, was_refused: bool = False
     ) -> _SessionCall:
         rollout = await trajectory.wait_ready(time.monotonic() + _PARKED_SECONDS)
         trajectory.busy = True
@@ -227,11 +227,10 @@ class RecordedCalls:
             trajectory.drop_turns(drift_count=session.drift_count)
             return await self._next_turn(call, match)
         newest = self._session_manager.add_trajectory(session, fork.leased.trajectory.trajectory_id)
-        session.check()
         trajectory.busy = False
         if unwanted and session.kind == "training":  # an evaluation waits for its first trajectory
             trajectory.give_up(UNWANTED)
-        return await self._next_turn(await self._take(session, newest, request, call.was_refused), match)
+        return await self._next_turn(await self._take(session, newest, request), match)
 
     async def open_sub_agent(self, parent: AgentSession) -> AgentSession:
         """Open a session that shares the reward of another one; OpenAiError without room for its trajectory."""
@@ -254,7 +253,12 @@ class RecordedCalls:
                 raise gone(f"the session has ended: {error}", "session_ended") from error
 
     async def _fork(self, session: AgentSession, rollout: RolloutContext) -> Fork:
-        """Open another trajectory; without room, the result has none. OpenAiError if a pause outlasts the wait."""
+        """Open another trajectory; without room, the result has none.
+
+        Raises OpenAiError if a pause outlasts the wait, or if the session ends meanwhile: what was opened for it is
+        then the next waiting agent's.
+        """
+        session.check()
         if rollout.pinned_version is not None:
             return self._session_manager.fork_evaluation(session, rollout)
         nonce, since = secrets.token_hex(8), dict[ForkStatus, float]()
@@ -276,6 +280,7 @@ class RecordedCalls:
                 "which a context that differs from the record and a sub-agent need; send the same call again",
                 "session_parked",
             )
+        session.check()
         return fork
 
     # -- answers ---------------------------------------------------------------------------------------------------

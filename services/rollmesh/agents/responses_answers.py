@@ -116,7 +116,7 @@ class ResponseFormat(AnswerFormat):
     request: ResponsesRequest
     output: OutputItems = field(default_factory=OutputItems)
     unread_calls: list[Mapping[str, Any]] = field(default_factory=list)
-    """Calls of the answer that could not be parsed."""
+    """Calls of the answer that the client does not get as such."""
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
         (choice,) = choices

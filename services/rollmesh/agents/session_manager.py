@@ -86,8 +86,6 @@ class SessionManager:
         )
         trajectory = self._trajectories[trajectory_id] = SessionTrajectory(session, mark)
         session.trajectories.append(trajectory)
-        if session.ended:  # while the trajectory was opened
-            trajectory.give_up(session.ended)
         return trajectory
 
     def add_sub_agent(self, parent: AgentSession, trajectory_id: str) -> AgentSession:

@@ -383,9 +383,9 @@ def open_location(
     section: CheckpointConfig, run_folder: Path, secret: bytes, waits: Waits | None = None
 ) -> CheckpointStore:
     """Open the store of a run folder with a known secret."""
+    folder = section.on_this_node(run_folder)
     if not section.remote:
-        return CheckpointStore(Path(section.folder) if section.folder else run_folder / "checkpoints", secret)
-    cache = Path(section.cache_folder) if section.cache_folder else run_folder / "checkpoints"
+        return CheckpointStore(folder, secret)
     objects = ObjectStore(str(section.folder), section.object_store, parallel=section.parallel_transfers, waits=waits)
     keep, anchor = section.cache_policies, section.anchor_every_versions
-    return BucketStore(cache, secret, objects, cache_policies=keep, anchor_every=anchor)
+    return BucketStore(folder, secret, objects, cache_policies=keep, anchor_every=anchor)

@@ -36,7 +36,7 @@ from rollmesh.checkpoints.sealing import lineage
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.mesh import Cursor
 from rollmesh.prompt_history import PromptOutcome
-from rollmesh.types import Batch, Group, PolicyRecord
+from rollmesh.types import Batch, Group, PolicyRecord, rollbacks_of
 
 if TYPE_CHECKING:
     import torch
@@ -177,8 +177,10 @@ class CheckpointStore:
         manifests = list(self._manifests())
         sound = policies.sound_records(manifests, self._secret, announced_only=True)
         newest = sound[-1] if sound else None
+        reached = (-1, 0) if newest is None else (newest.train_step, newest.rollback_count)
         for policy in policies.unsound_policies(manifests, self._secret):
-            if policy.announced and policy.train_step >= (-1 if newest is None else newest.train_step):
+            # A damaged policy of the same step is one that the trainer has published again.
+            if policy.announced and (policy.train_step, rollbacks_of(policy.path)) > reached:
                 kept = "none is sound" if newest is None else f"the newest sound version is {newest.policy_version}"
                 raise CheckpointError(f"the newest policy is damaged, {kept}: {policy.reason}")
         return newest

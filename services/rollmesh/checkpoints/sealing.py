@@ -54,10 +54,10 @@ def lineage(root: Path) -> str:
 def random_once(file: Path) -> str:
     """Return the content of a file of 32 random bytes (hex), created by the first call. Raises CheckpointError."""
     text = kept_once(file, secrets.token_hex(32))
-    if len(text) < 32:
+    if len(text) < 32 or not text.isascii():
         raise CheckpointError(
-            f"{file}: expected at least 32 characters, found {len(text)}; restore it from a copy, or delete it if the "
-            "run has never started"
+            f"{file}: expected at least 32 ASCII characters, found {len(text)}; restore it from a copy, or delete it "
+            "if the run has never started"
         )
     return text
 

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rollmesh.config.methods import check_plain
 from rollmesh.config.section import Section
@@ -154,6 +154,15 @@ PromptSourceConfig = Annotated[
 ]
 
 
+def _plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    check_plain(variables, "chat_template_kwargs")
+    return variables
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_plain_variables)]
+"""Variables for the tokenizer's chat template."""
+
+
 class DataConfig(Section):
     """Prompts."""
 
@@ -172,16 +181,10 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Maximum length of a prompt; a longer one is an error that names its row."""
 
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables for the tokenizer's chat template, for example {enable_thinking: false} of Qwen3, wherever it renders
     messages: prompts of all sources, and calls of the agents API, which can add to them or replace
     them. A template that prints today's date prints 26 July 2024, so that equal prompts stay equal."""
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _variables_are_plain(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        check_plain(variables, "chat_template_kwargs")
-        return variables
 
     @model_validator(mode="after")
     def _rows_have_the_domain_field(self) -> Self:

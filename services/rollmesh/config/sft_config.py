@@ -1,10 +1,10 @@
 """The run file of supervised fine-tuning (``rollmesh sft``)."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rollmesh.config.methods import check_plain
+from rollmesh.config.data import TemplateVariables
 from rollmesh.config.model import ModelConfig
 from rollmesh.config.section import Section
 from rollmesh.config.trainer import OptimizationConfig
@@ -24,16 +24,10 @@ class RowOptions(Section):
     """Field with the messages of a chat; a row that has it is a chat. The assistant's messages are trained on."""
     tools_field: str = Field(default="tools", min_length=1)
     """Field with the tools of a chat in OpenAI's format, or their JSON text; a row may lack it."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables for the tokenizer's chat template, as data.chat_template_kwargs of a run."""
     too_long: Literal["error", "drop"] = "error"
     """A row longer than ``max_tokens`` is an error, or dropped and counted."""
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _variables_are_plain(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        check_plain(variables, "chat_template_kwargs")
-        return variables
 
 
 class SftDataConfig(RowOptions):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import unquote
 
@@ -127,6 +128,11 @@ class CheckpointConfig(Section):
     def remote(self) -> bool:
         """True when ``folder`` is an object store."""
         return self.folder is not None and "://" in self.folder
+
+    def on_this_node(self, run_folder: Path) -> Path:
+        """Return the folder of this node that has checkpoints: the store, or the cache of an object store."""
+        own = self.cache_folder if self.remote else self.folder
+        return run_folder / "checkpoints" if own is None else Path(own)
 
     @model_validator(mode="after")
     def _the_folder_is_one_that_is_known(self) -> Self:

@@ -242,8 +242,8 @@ def readable_checkpoints(config: RunConfig) -> CheckpointStore | None:
     """
     section = config.checkpoints
     known = section.secret is not None or (Path(config.folder) / SECRET_FILE).exists()
-    root = Path(section.folder) if section.folder else Path(config.folder) / "checkpoints"
-    return open_checkpoints(config) if known and (section.remote or root.is_dir()) else None
+    there = section.remote or section.on_this_node(Path(config.folder)).is_dir()
+    return open_checkpoints(config) if known and there else None
 
 
 def _unread(why: str) -> Busy:

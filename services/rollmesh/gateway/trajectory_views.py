@@ -100,7 +100,7 @@ def open_pieces(config: RunConfig) -> Pieces | None:
         tokenizer = Tokenizer(resolve_model(config.model.path))
     except (ConfigError, DataError) as error:
         try:
-            tokenizer = Tokenizer(Path(config.checkpoints.folder or f"{config.folder}/checkpoints") / LATEST_LINK)
+            tokenizer = Tokenizer(config.checkpoints.on_this_node(Path(config.folder)) / LATEST_LINK)
         except DataError:
             get_logger("gateway").warning("tokens_without_text", message=str(error))
             return None

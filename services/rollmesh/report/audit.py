@@ -166,7 +166,8 @@ def _audit(
         teachers=check_columns(taught, config),
     )
     result = _with_queue(_with_counts(result, trained), account, trained)
-    failed = (*problems(result, folder, {} if copies is None else copies.damaged), *_newest_policy_problem(store))
+    failed = tuple(problems(result, folder, {} if copies is None else copies.damaged))
+    failed += tuple(_newest_policy_problem(store, registry or ()))
     incomplete = tuple(unchecked(rescoring, None if config is None else config.generator.on_new_version))
     return replace(result, problems=failed, unchecked=incomplete, green=not (failed or incomplete))
 
@@ -190,12 +191,13 @@ def _newest_steps(store: CheckpointStore, registry: Sequence[PolicyRecord]) -> t
     return committed, max(announced, default=-1), unsound
 
 
-def _newest_policy_problem(store: CheckpointStore) -> Iterator[str]:
+def _newest_policy_problem(store: CheckpointStore, registry: Sequence[PolicyRecord]) -> Iterator[str]:
     """Yield what is wrong with the newest policy, of which no batch file need have a token."""
     try:
-        newest = store.newest_policy()
-        if newest is not None:
-            store.open(newest)
+        found = store.newest_policy()
+        known = [*registry, *([] if found is None else [found])]
+        if known:
+            store.open(max(known, key=lambda record: record.policy_version))
     except CheckpointError as error:
         yield str(error)
 

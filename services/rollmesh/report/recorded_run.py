@@ -148,9 +148,8 @@ class RecordedRun:
 
     @property
     def checkpoints(self) -> Path:
-        """Root folder of the checkpoint store."""
-        folder = self.checkpoint_section.folder
-        return Path(folder) if folder is not None else self.path / "checkpoints"
+        """Folder of this node that has checkpoints: the store, or the cache of an object store."""
+        return self.checkpoint_section.on_this_node(self.path)
 
     def replace_file(self, name: str, text: str) -> Path:
         """Write a file of the folder atomically; return its path."""

@@ -80,14 +80,16 @@ def _trajectories(run: RecordedRun, overview: Overview) -> dict[str, ApiModel]:
     pieces, found, shown = open_pieces(config), dict[str, ApiModel](), list[int]()
     try:
         store = readable_checkpoints(config)
+        steps = [] if store is None else store.batch_steps()[::-1]
     except (CheckpointError, ConfigError):
-        store = None
-    steps = [] if store is None else store.batch_steps()[::-1]
+        steps = []
     for step in steps[:: max(1, -(-len(steps) // _STEPS))]:
         assert store is not None
         try:
             groups = list(islice(store.groups(step), _ROWS))
-        except CheckpointError:
+        except CheckpointError as error:
+            if error.outside:
+                break  # another attempt would wait as long
             continue  # deleted or damaged: `rollmesh audit` says which
         rows = [row for group in groups for row in rows_of(group)][:_ROWS]
         found[f"batches/{step}"] = batch_page(step, rows, "batch", False, 0, _ROWS, pieces)

@@ -20,15 +20,13 @@ def version_bytes(run: RecordedRun) -> dict[int, str]:
     Signatures are not checked, and nothing is fetched. Of two folders with the same version the announced one counts,
     then the newer one.
     """
-    section = run.checkpoint_section
-    folder = Path(section.cache_folder or run.path / "checkpoints") if section.remote else run.checkpoints
     found = []
-    for entry in found_manifests(folder):
+    for entry in found_manifests(run.checkpoints):
         with contextlib.suppress(CheckpointError):  # unreadable: the audit reports it
             found.append((entry.announced, parse_manifest(entry.data or b"", entry.path)))
     found.sort(key=lambda pair: (pair[0], pair[1].create_time))
     known = {manifest.policy_version: _text(manifest) for _, manifest in found}
-    older = "not in this cache" if section.remote else "not kept or unreadable"
+    older = "not in this cache" if run.checkpoint_section.remote else "not kept or unreadable"
     return {version: known.get(version, older) for version in range(max(known, default=-1) + 1)}
 
 

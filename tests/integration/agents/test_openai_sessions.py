@@ -349,6 +349,8 @@ async def test_a_session_that_is_given_up_while_it_opens_another_trajectory_keep
             return (await mesh.store.mesh.counts()).trajectories["leased"] == 0
 
         await mesh.until("its trajectories are given back", all_back)
+        for _ in range(2):
+            await (await Agent.open(api, http)).turn()
 
 
 async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable[..., Any]) -> None:

@@ -335,6 +335,12 @@ def test_a_manifest_that_the_registry_did_not_announce_is_red(audited: MadeRun) 
     assert sound.green and sound.rescoring is not None and sound.rescoring.announced_manifests == 6
 
 
+def test_a_newest_policy_that_is_gone_is_red_beside_the_registry(audited: MadeRun) -> None:
+    account = account_of(audited, policies=policies_of(audited))
+    shutil.rmtree(the_policy(audited, STEPS))
+    assert any(the_policy(audited, STEPS).name in problem for problem in audit_run(audited.folder, account).problems)
+
+
 def test_another_folder_in_the_place_of_the_announced_one_is_red(audited: MadeRun) -> None:
     announced = policies_of(audited)
     the_policy(audited, 2).rename(the_policy(audited, 2).with_name("00000002-another"))

@@ -98,16 +98,18 @@ def test_an_older_version_is_exported_and_one_that_is_not_there_or_an_existing_f
     assert os.listdir(tmp_path / "mine") == []
 
 
-def test_no_older_policy_is_exported_in_the_place_of_a_damaged_newest_one(run: MadeRun, tmp_path: Path) -> None:
-    damaged = MadeRun(shutil.copytree(run.folder, tmp_path / "run", symlinks=True))
-    (manifest,) = (damaged.folder / "checkpoints" / "policies").glob(f"*-s{NEWEST}/manifest.json")
+def test_no_older_policy_is_exported_in_the_place_of_a_damaged_newest_one(audited: MadeRun, tmp_path: Path) -> None:
+    (manifest,) = (audited.folder / "checkpoints" / "policies").glob(f"{STEPS:08d}-*/manifest.json")
     manifest.write_bytes(manifest.read_bytes()[:50])
-    for version in ((), ("--version", str(NEWEST))):
-        done = CliRunner().invoke(app, ["export", str(damaged.folder), str(tmp_path / "x"), *version])
+    for version in ((), ("--version", str(STEPS))):
+        done = CliRunner().invoke(app, ["export", str(audited.folder), str(tmp_path / "x"), *version])
         assert done.exit_code == 2
         assert str(manifest.parent.name) in done.stderr
-    with pytest.raises(CheckpointError, match=f"the newest sound version is {NEWEST - 1}: "):
-        trained_model_lines(damaged.folder)
+    with pytest.raises(CheckpointError, match=f"the newest sound version is {STEPS - 1}: "):
+        trained_model_lines(audited.folder)
+    again = publish(audited.store, STEPS + 1, session="s7", step=STEPS)  # as a trainer does that finds it damaged
+    audited.store.mark_announced(again)
+    assert f"policy version {STEPS + 1}" in export(audited, tmp_path / "x")
 
 
 def test_an_adapter_is_merged_into_its_base(run: MadeRun, tmp_path: Path) -> None:
