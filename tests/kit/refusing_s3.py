@@ -1,9 +1,11 @@
 """Run as a script by the tests: moto's S3 server, which refuses one kind of call as other servers and accounts do.
 
-Usage: refusing_s3.py FAULT, one of the keys of ``FAULTS``. It prints the line that moto's own command prints.
+Usage: refusing_s3.py FAULT, one of the keys of ``FAULTS``, which a request of /heal ends. It prints the line that
+moto's own command prints.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,8 +36,14 @@ def main(fault: str) -> None:
     served = DomainDispatcherApplication(create_backend_app)
     status, code, refuses = FAULTS[fault]
 
+    healed = threading.Event()
+
     def refusing(call: Environment, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if not refuses(call):
+        if call["PATH_INFO"] == "/heal":
+            healed.set()
+            start_response("204 No Content", [])
+            return []
+        if healed.is_set() or not refuses(call):
             return served(call, start_response)
         body = f"<Error><Code>{code}</Code><Message>this server refuses</Message></Error>".encode()
         call["wsgi.input"].read(int(call.get("CONTENT_LENGTH") or 0))
