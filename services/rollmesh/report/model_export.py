@@ -89,12 +89,12 @@ def published_record(run: RecordedRun, version: int | None) -> PolicyRecord:
     newest one is asked for and damaged.
     """
     store = open_checkpoints(run)
-    if version is None:
-        newest = store.newest_policy()
-        if newest is None:
-            raise DataError(f"{run.path}: the run has published no policy yet; start it with rollmesh up")
+    newest = store.newest_policy() if version is None else None
+    if newest is not None:
         return newest
     records = {r.policy_version: r for r in store.complete_policies(announced_only=True)}
+    if not records:
+        raise DataError(f"{run.path}: the run has published no policy yet; start it with rollmesh up")
     if version not in records:
         damaged = "".join(f"; {policy.reason}" for policy in store.unsound_policies() if policy.announced)
         raise ConfigError(
