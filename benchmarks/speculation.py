@@ -17,7 +17,7 @@ from rollmesh.config.generator import GeneratorConfig
 from rollmesh.config.recipes import recipe_file
 from rollmesh.generator.engines.engine_protocol import SpeculationCounters
 from rollmesh.generator.engines.torch.drafts import COMPARED, Drafts
-from rollmesh.generator.engines.torch.speculation import HISTORY_TOKENS, Speculation
+from rollmesh.generator.engines.torch.speculation import HISTORY_TOKENS, MOST_CPU_TOKENS, Speculation
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.recipes.countdown.tokenizer import build_tokenizer, stop_token_ids
 from rollmesh.tasks.countdown import draw_puzzle
@@ -139,7 +139,7 @@ def _load(engine: _Engine, size: int, calls: int, *, quick: bool, name: str = ""
     found: list[Measure] = []
     for kind, history in histories.items():
         speculation, pairs = (
-            Speculation(build_tokenizer().get_vocab_size(), time.thread_time),
+            Speculation(build_tokenizer().get_vocab_size(), MOST_CPU_TOKENS, time.thread_time),
             list[tuple[float, float, int]](),
         )
         for number in range(1 + repeats):

@@ -112,9 +112,9 @@ def test_a_draft_that_was_cut_is_whole_if_all_that_was_left_is_accepted():
     ids=["all, and one more", "until the third differs", "the first only"],
 )
 def test_tokens_are_kept_until_one_is_not_the_drafts(sampled, kept):
-    proposal = Proposal([[], [5, 6, 7]])
-    assert proposal.width == 4
-    assert proposal.kept([1, *sampled]) == [1, kept]
+    proposal = Proposal([[], [5, 6, 7]], width=4)
+    assert proposal.kept([[5, 6, 7, 1], sampled]) == [1, kept]
+    assert proposal.inputs([3, 4]) == [3, 0, 0, 0, 4, 5, 6, 7]
 
 
 def ended(engine: Speculation, name: int, length: int) -> None:
@@ -127,7 +127,7 @@ def running(name: int) -> Any:
 
 
 def test_prompts_with_responses_below_a_quarter_of_the_mean_draft_nothing():
-    engine = Speculation(32)
+    engine = Speculation(32, 256)
     for name, length in enumerate((10, 30, 80)):  # mean 40
         ended(engine, name, length)
     shorts = []
@@ -152,24 +152,24 @@ def steps_of(engine: Speculation, rows: int, seconds: float, tokens: int, steps:
 
 
 def test_trials_that_do_not_pay_are_followed_by_longer_rests_and_the_next_trial():
-    found = steps_of(Speculation(32), rows=1, seconds=1.2, tokens=1, steps=24_000)
+    found = steps_of(Speculation(32, 256), rows=1, seconds=1.2, tokens=1, steps=24_000)
     rests = [len(rest) for rest in found.split("d") if len(rest) > 17]
     # 17 plain steps are measured before a trial.
-    assert rests[:4] == [1023 + 17, 4095 + 17, 4095 + 17, 4095 + 17]
+    assert rests[:4] == [255 + 17, 1023 + 17, 4095 + 17, 4095 + 17]
     assert max(map(len, found.split("."))) == 32
 
 
-def test_trials_that_pay_do_not_rest():
-    found = steps_of(Speculation(32), rows=1, seconds=1.5, tokens=2, steps=4000)
-    assert max(map(len, found.split("d"))) == 17
+def test_drafts_that_pay_do_not_rest_and_plain_steps_are_measured_between_them():
+    found = steps_of(Speculation(32, 256), rows=1, seconds=1.5, tokens=2, steps=4000)
+    assert found == ("." * 17 + ("d" * 128 + "." * 5) * 30)[:4000]
 
 
 def test_useless_drafts_cost_less_than_two_percent_of_the_steps():
-    assert 0 < steps_of(Speculation(32), rows=1, seconds=1.5, tokens=1, steps=8000).count("d") < 0.02 * 8000
+    assert 0 < steps_of(Speculation(32, 256), rows=1, seconds=1.5, tokens=1, steps=8000).count("d") < 0.02 * 8000
 
 
 def test_drafts_that_do_not_pay_rest_with_more_calls_and_not_with_fewer():
-    engine = Speculation(32)
+    engine = Speculation(32, 256)
     steps_of(engine, rows=4, seconds=3.0, tokens=2, steps=30)
     assert "d" not in steps_of(engine, rows=8, seconds=1.0, tokens=2, steps=200)
     assert "d" in steps_of(engine, rows=2, seconds=1.0, tokens=2, steps=200)

@@ -36,18 +36,15 @@ ARCH = Architecture(
 
 
 def make_cache(token_capacity: int, longest: int = 300) -> KvCache:
-    widths = tier_widths(min(longest, token_capacity))
+    widths = tier_widths(min(longest, token_capacity), first=64)
     return KvCache(ARCH, token_capacity=token_capacity, widths=widths, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_widths_grow_by_half_up_to_the_longest_context():
-    assert tier_widths(300) == (64, 96, 144, 224, 300)
-    assert tier_widths(64) == (64,)
-    assert tier_widths(20) == (20,)
-    # For a GPU they double.
-    assert tier_widths(4352, coarse=True) == (256, 512, 1024, 2048, 4352)
-    assert tier_widths(5500, coarse=True) == (256, 512, 1024, 2048, 4096, 5500)
-    assert tier_widths(100, coarse=True) == (100,)
+def test_widths_double_up_to_the_longest_context():
+    assert tier_widths(4352, first=256) == (256, 512, 1024, 2048, 4352)
+    assert tier_widths(5500, first=256) == (256, 512, 1024, 2048, 4096, 5500)
+    assert tier_widths(300, first=128) == (128, 300)
+    assert tier_widths(20, first=128) == (20,)
 
 
 @settings(max_examples=50)

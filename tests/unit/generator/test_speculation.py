@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from rollmesh.config.generator import GeneratorConfig
 from rollmesh.generator.engines.engine_protocol import OnNewVersion
-from rollmesh.generator.engines.torch import speculation
-from rollmesh.generator.engines.torch.speculation import Gate
+from rollmesh.generator.engines.torch import speculation, torch_engine
+from rollmesh.generator.engines.torch.speculation import MOST_TOKENS, Gate
 from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import FinishReason
 
@@ -34,6 +34,7 @@ def speculating(monkeypatch: pytest.MonkeyPatch, engine_of: Callable[..., Any]) 
     monkeypatch.setattr(speculation, "_LEAST_CHANCE", 0.0)
     monkeypatch.setattr(speculation, "_LEAST_WIDTH", 16)
     monkeypatch.setattr(speculation, "_QUIET_MISSES", 100)
+    monkeypatch.setattr(torch_engine, "MOST_CPU_TOKENS", MOST_TOKENS)
 
     async def make(**options: Any) -> TorchEngine:
         return await engine_of(speculation="history", **options)

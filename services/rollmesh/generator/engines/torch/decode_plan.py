@@ -43,10 +43,8 @@ class StepBuffers:
         self.operand = operand
         self.states, self.normed, self.change = (like.new_empty((row_count, arch.hidden_size)) for _ in range(3))
         qkv, attended = arch.heads_per_kv + 2, arch.heads_per_kv
-        self.qkv, self.packed_qkv = (like.new_empty((row_count, arch.kv_head_count, qkv, arch.head_size)) for _ in "qk")
-        self.attended, self.packed_attended = (
-            like.new_empty((row_count, arch.kv_head_count, attended, arch.head_size)) for _ in "qk"
-        )
+        self.qkv = like.new_empty((row_count, arch.kv_head_count, qkv, arch.head_size))
+        self.attended = like.new_empty((row_count, arch.kv_head_count, attended, arch.head_size))
         self.gate_up = like.new_empty((row_count, 2 * arch.mlp_size))
         self.gated = like.new_empty((row_count, arch.mlp_size))
         self.logits = like.new_empty((row_count, arch.vocab_size))
@@ -57,19 +55,22 @@ class StepBuffers:
         """Additive mask of every token of the current step: 0 at the tokens up to its own, -inf behind it."""
         self.columns = torch.arange(longest, device=like.device)
         self.zero, self.hidden = like.new_zeros(()), like.new_tensor(-torch.inf)
-        self._views: dict[tuple[int, bool], TokenViews] = {}
+        self._views: dict[int, TokenViews] = {}
         self._scores = like.new_empty((2, shared_score_tokens * arch.head_count))
 
     def place(self, positions: Int64Array) -> None:
         """Set the positions of the next step's tokens, [tokens]."""
-        heads = self.arch.kv_head_count
-        self.counters[: len(positions) * heads].copy_(torch.from_numpy(np.repeat(positions, heads)))
+        by_head = np.repeat(positions, self.arch.kv_head_count)
+        if self.counters.device.type == "cpu":  # a third of the time of a copy by torch
+            self.counters.numpy()[: len(by_head)] = by_head
+        else:
+            self.counters[: len(by_head)].copy_(torch.from_numpy(by_head))
 
-    def views(self, count: int, *, packed: bool = False) -> "TokenViews":
+    def views(self, count: int) -> "TokenViews":
         """Return the views of the first ``count`` rows of the buffers."""
-        if (count, packed) not in self._views:
-            self._views[count, packed] = TokenViews(self, count, packed=packed)
-        return self._views[count, packed]
+        if count not in self._views:
+            self._views[count] = TokenViews(self, count)
+        return self._views[count]
 
     def shares_scores(self, count: int) -> bool:
         """Tell whether so many scores fit in the buffer of all plans."""
@@ -88,18 +89,17 @@ class TokenViews:
     Attributes named ``..._op`` are operands of the model's ``Multiply`` over the memory of the tensor before them.
     """
 
-    def __init__(self, buffers: StepBuffers, count: int, *, packed: bool) -> None:
+    def __init__(self, buffers: StepBuffers, count: int) -> None:
         arch, op = buffers.arch, buffers.operand
-        qkv, attended = (buffers.packed_qkv, buffers.packed_attended) if packed else (buffers.qkv, buffers.attended)
         self.states = buffers.states[:count]  # [tokens, hidden], the residual stream
         self.normed = buffers.normed[:count]  # [tokens, hidden]
         self.normed_op = op(self.normed)
-        self.qkv = qkv[:count].view(count, -1)  # [tokens, kv_heads * (g + 2) * d]
+        self.qkv = buffers.qkv[:count].view(count, -1)  # [tokens, kv_heads * (g + 2) * d]
         self.qkv_op = op(self.qkv)
-        self.heads = qkv[:count, :, : arch.heads_per_kv + 1]  # [tokens, kv_heads, g + 1, d], queries and keys
+        self.heads = buffers.qkv[:count, :, : arch.heads_per_kv + 1]  # [tokens, kv_heads, g + 1, d], queries and keys
         # The same as complex pairs, [tokens, kv_heads, g + 1, d / 2]; float32 only.
         self.pairs = as_pairs(self.heads) if self.heads.dtype == torch.float32 else None
-        self.attended = attended[:count].view(count, -1)  # [tokens, heads * d]
+        self.attended = buffers.attended[:count].view(count, -1)  # [tokens, heads * d]
         self.attended_op = op(self.attended)
         self.gate_up = buffers.gate_up[:count]  # [tokens, 2 * mlp]
         self.gate_up_op = op(self.gate_up)
@@ -115,39 +115,14 @@ class TokenViews:
 class DecodePlan:
     """Views of the memory that one decode step reads and writes, except weights; reused while its shapes are."""
 
-    def __init__(
-        self, buffers: StepBuffers, tiers: "Sequence[TierPlan]", width: int, used: Int64Array | None = None
-    ) -> None:
-        """Join the plans of tiers, whose rows follow each other, to a step of ``width`` tokens for every row.
-
-        With ``used``, only these of all tokens are computed, and others take part in nothing but the attention. Equal
-        ones are the token, and padding.
-        """
+    def __init__(self, buffers: StepBuffers, tiers: "Sequence[TierPlan]", width: int) -> None:
+        """Join the plans of tiers, whose rows follow each other, to a step of ``width`` tokens for every row."""
         self.tiers, self.width = tiers, width
         count = width * sum(tier.rows for tier in tiers)
-        whole = buffers.views(count)
+        self.views = buffers.views(count)
         # int64 [tokens * kv_heads]; a step of one token a row advances them.
         self.counters = buffers.counters[: count * buffers.arch.kv_head_count]
         self.positions = self.counters[:: buffers.arch.kv_head_count]  # int64 [tokens]
-        self.views = whole
-        self._spread: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        if used is not None:
-            self.views, device = buffers.views(len(used), packed=True), self.positions.device
-            places = torch.from_numpy(used).to(device)
-            numbers = np.zeros(count, np.int64)
-            numbers[used[::-1]] = np.arange(len(used))[::-1]  # the first of equal ones is the token
-            self.positions = self.positions.index_select(0, places)
-            self._spread = torch.from_numpy(numbers).to(device), whole.qkv, places, whole.attended
-
-    def attend(self, multiply: Multiply, number: int, scale: float) -> None:
-        """Attend in layer ``number``."""
-        if self._spread is not None:
-            numbers, qkv, places, attended = self._spread
-            torch.index_select(self.views.qkv, 0, numbers, out=qkv)
-        for tier in self.tiers:
-            tier.attend(multiply, number, scale)
-        if self._spread is not None:
-            torch.index_select(attended, 0, places, out=self.views.attended)
 
 
 class TierPlan:

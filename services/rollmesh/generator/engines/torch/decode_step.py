@@ -11,7 +11,7 @@ cache, so padding cannot affect a call.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
@@ -36,8 +36,6 @@ _SPAN = 16
 """Attention spans are rounded up to a multiple of this, so that a plan is valid for several steps."""
 _WIDE_SPAN = 64
 """The same for wide steps, whose plans are made for each of several widths."""
-_ALIGNED = 4
-"""Wide steps compute a multiple of so many tokens: OpenBLAS multiplies 4 rows faster than 3."""
 _MAX_STEPS, _MAX_PLANS = 64, 512
 """Maximum number of padded steps kept, with their graphs; and of other plans."""
 
@@ -77,16 +75,14 @@ class Stepper:
         """Plans of single tiers, and padded steps, that have been made."""
         self._current: DecodePlan | _StaticStep | None = None
         self._live: Tensor | None = None
-        """Tokens of the step that are in use, int64; None if all are."""
+        """Tokens of a padded step that are in use, int64; None if all are."""
 
-    def prepare(
-        self, lengths: Int64Array, places: Int64Array | None = None, width: int = 1, sizes: Sequence[int] = ()
-    ) -> int:
+    def prepare(self, lengths: Int64Array, places: Int64Array | None = None, width: int = 1) -> int:
         """Prepare steps of the active rows; returns the number of steps for which this is valid.
 
         ``lengths`` [rows] are the cached tokens of all rows in order, including held rows, and ``places`` [rows] the
-        places of their adapters; None without adapters. A wide step has the first ``sizes`` of ``width`` tokens of each
-        active row; all rows have room for ``width``.
+        places of their adapters; None without adapters. A wide step has ``width`` tokens of each active row; all rows
+        have room for them.
         """
         shares: list[TierShare] = []
         rows: list[int] = []  # of the step: numbers of rows in ``lengths``, -1 for padding
@@ -108,40 +104,28 @@ class Stepper:
             key.append((number, count, span))
         exact = not self._padded and len(rows) == len(lengths)
         positions = lengths if exact else np.append(lengths, 0)[rows]
-        chosen: Int64Array | None = None  # of all tokens
         if width > 1:
             positions = (positions[:, None] + np.arange(width)).ravel()
-            chosen = np.array([row * width + at for row, size in zip(live, sizes, strict=True) for at in range(size)])
-        elif len(live) < len(rows):
-            chosen = np.array(live)
         self._buffers.place(positions)
-        packed: Int64Array | None = None
-        if self._padded:
-            self._current = self._static(tuple(key), shares, width)
-        else:
-            plan = self._current = self._joined(tuple(key), shares, width)
-            count = len(positions) if chosen is None else -(-len(chosen) // _ALIGNED) * _ALIGNED
-            if chosen is not None and count < len(positions):
-                packed = np.append(chosen, np.full(count - len(chosen), chosen[0]))
-                self._current = DecodePlan(self._buffers, plan.tiers, width, packed)
+        make = self._static if self._padded else self._joined
+        self._current = make(tuple(key), shares, width)
         if self._model.adapters is not None and places is not None:
-            by_token = np.repeat(np.append(places, BASE)[rows], width)
-            self._model.adapters.arrange(by_token if packed is None else by_token[packed])
+            self._model.adapters.arrange(np.repeat(np.append(places, BASE)[rows], width))
         self._live = None
-        if chosen is not None and len(chosen) < (len(positions) if packed is None else len(packed)):
-            in_use = chosen if packed is None else np.arange(len(chosen))
+        if len(live) < len(rows):
+            in_use = (np.array(live)[:, None] * width + np.arange(width)).ravel()
             self._live = torch.from_numpy(in_use).to(self._model.device)
         return steps
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Append the tokens in use, int64 [tokens]; returns the logits of each, valid until the next step."""
+        """Append tokens of the active rows, int64 [tokens]; returns the logits of each, valid until the next step."""
         step, live = self._current, self._live
         assert step is not None
-        if live is not None:
-            every = step.tokens if isinstance(step, _StaticStep) else tokens.new_zeros(len(step.positions))
-            tokens = every.index_copy_(0, live, tokens)
-        found = step.run(tokens) if isinstance(step, _StaticStep) else self._model.decode(tokens, step)
-        return found if live is None else found.index_select(0, live)
+        if isinstance(step, DecodePlan):
+            return self._model.decode(tokens, step)
+        if live is None:
+            return step.run(tokens)
+        return step.run(step.tokens.index_copy_(0, live, tokens)).index_select(0, live)
 
     def release(self) -> None:
         """Drop the result of ``prepare`` because rows are about to move."""

@@ -117,7 +117,8 @@ class DecoderModel:
                 views.pairs.mul_(rotations)
             else:
                 rotate_(views.heads, rotations)
-            plan.attend(multiply, number, self._scale)
+            for tier in plan.tiers:
+                tier.attend(multiply, number, self._scale)
             multiply(views.attended_op, output, views.change_op)
             self._adapt_(views.change, number, "output", views.attended, adapted)
             x.add_(views.change)

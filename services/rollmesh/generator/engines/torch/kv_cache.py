@@ -8,7 +8,6 @@ Blocks grow on demand and release unused rows, so the allocated tokens never exc
 block or the moved rows exist twice. What the blocks leave of the capacity holds the prefixes of calls that have ended.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -20,23 +19,20 @@ from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.kept_prefixes import Prefix, Prefixes
 from rollmesh.types import Int32Array
 
-_ALIGNMENT = 16
-
-PlanKey = tuple[tuple[int, int, int], ...]
-"""Number, rows and span of each tier in a step, and the step's tokens a row as (-1, tokens, 0)."""
+PlanKey = tuple[tuple[int, ...], ...]
+"""Number, rows and span of each tier in a step, and the step's tokens a row as (-1, most, those of each if uneven)."""
 
 
-def tier_widths(longest: int, *, coarse: bool = False) -> tuple[int, ...]:
-    """Return ascending tier widths up to exactly ``longest`` tokens; each is about 1.5 times the previous one.
+def tier_widths(longest: int, *, first: int) -> tuple[int, ...]:
+    """Return ascending tier widths up to exactly ``longest`` tokens: doublings of ``first``, the last up to 1.25 of it.
 
-    ``coarse`` widths are for a GPU, where each tier costs several kernel launches per layer, and each combination of
-    tiers in use needs its own graph: they double from 256, the last one is at most 1.25 times a doubling.
+    Wide tiers waste memory, and compute with the length of their longest row; each tier in use costs some operations
+    per layer, and on a GPU each combination of tiers in use needs its own graph.
     """
-    below, width, growth = (math.ceil(longest / 1.25), 256, 2.0) if coarse else (longest, 64, 1.5)
     widths = []
-    while width < below:
-        widths.append(width)
-        width = math.ceil(width * growth / _ALIGNMENT) * _ALIGNMENT
+    while first < longest / 1.25:
+        widths.append(first)
+        first *= 2
     return (*widths, longest)
 
 

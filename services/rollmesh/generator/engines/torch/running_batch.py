@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -144,26 +143,23 @@ class RunningBatch:
         ``last`` are the last tokens of the active rows, ``lengths`` the cached tokens of all rows. Returns the most
         tokens of a row that are kept.
         """
-        slots, sizes, device = order.slots, [1 + len(draft) for draft in proposal.drafts], self.model.device
-        inputs = [token for first, draft in zip(last, proposal.drafts, strict=True) for token in (first, *draft)]
-        self._stepper.prepare(lengths, self.slots.places[self._rows], proposal.width, sizes)
-        logits = self._stepper.logits(torch.tensor(inputs, device=device))
-        by_token = order.sampling if order.sampling.plain else self.slots.sampling_of(np.repeat(slots, sizes))
-        drawn = sample(logits, order.noise_of(sizes), by_token)
-        tokens, logprobs = drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy()
+        slots, width, device = order.slots, proposal.width, self.model.device
+        self._stepper.prepare(lengths, self.slots.places[self._rows], width)
+        logits = self._stepper.logits(torch.from_numpy(np.array(proposal.inputs(last))).to(device))
+        by_token = order.sampling if order.sampling.plain else self.slots.sampling_of(np.repeat(slots, width))
+        drawn = sample(logits, order.noise_of(width), by_token)
+        tokens = drawn.tokens.cpu().numpy().reshape(-1, width)
+        logprobs = drawn.logprobs.cpu().numpy().reshape(-1, width)
         sampled = tokens.tolist()
         counts = proposal.kept(sampled)
-        starts = list(accumulate(sizes[:-1], initial=0))
-        kept = [start + at for start, count in zip(starts, counts, strict=True) for at in range(count)]
         sets: list[tuple[int, Int32Array]] = []
         if drawn.kept_sets is not None:
-            slot_of = dict(zip(kept, np.repeat(slots, counts).tolist(), strict=True))
             each = zip(by_token.keeping.tolist(), split_sets(drawn.kept_sets), strict=True)
-            sets = [(slot_of[at], ids) for at, ids in each if at in slot_of]
-        self.slots.record_wide(counts, tokens[kept], logprobs[kept], sets)
-        order.advance(np.array(counts))
+            sets = [(int(slots[at // width]), ids) for at, ids in each if at % width < counts[at // width]]
+        self.slots.record_wide(counts, tokens, logprobs, sets)
+        order.advance(counts)
         speculation.verified(slots, last, proposal, counts)
-        newest = np.array([sampled[start + count - 1] for start, count in zip(starts, counts, strict=True)])
+        newest = np.array([row[count - 1] for row, count in zip(sampled, counts, strict=True)])
         self._tokens = torch.from_numpy(newest).to(device)
         most = max(counts)
         self._planned_steps = 0
@@ -171,12 +167,10 @@ class RunningBatch:
         if order.steps_left <= 0:  # those that have advanced most need not be those with the least room
             order.steps_left = self.slots.steps_left(slots)
         self.decode_steps += 1
-        self.counters.generated_token_total += len(kept)
+        self.counters.generated_token_total += sum(counts)
         stopped = order.stopped(newest)
         if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:
-            finite = [
-                np.isfinite(logprobs[start : start + count]).all() for start, count in zip(starts, counts, strict=True)
-            ]
+            finite = [np.isfinite(row[:count]).all() for row, count in zip(logprobs, counts, strict=True)]
             self._end_or_deliver(order, stopped, np.array(finite))
         return most
 

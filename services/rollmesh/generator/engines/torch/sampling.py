@@ -133,17 +133,18 @@ class RowOrder:
     positions: Int64Array  # [rows], positions of the next tokens without ``noise`` or ``ahead``
     noise: list[Tensor] = field(default_factory=list)
     """Uniform numbers of the next steps of a token a row, the last step first, float64 [rows, 1] each."""
-    ahead: npt.NDArray[np.float64] | None = None
-    """Uniform numbers of each row's next tokens, [rows, tokens], where rows advance by different counts."""
-    used: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    ahead: Sequence[npt.NDArray[np.float64]] = ()
+    """Uniform numbers of each row's next tokens, [tokens] each, where rows advance by different counts."""
+    used: list[int] = field(default_factory=list)
     """Numbers of ``ahead`` that are used, by row."""
     device: torch.device
 
     def next_noise(self) -> Tensor:
         """Return the uniform numbers of the next step of one token a row, float64 [rows, 1]."""
-        if self.ahead is not None and self.used.max() < _NOISE_AHEAD:  # between wide steps
-            self.used = self.used + 1
-            return torch.from_numpy(self.ahead[np.arange(len(self.used)), self.used - 1][:, None]).to(self.device)
+        if self.ahead and max(self.used) < _NOISE_AHEAD:  # between wide steps
+            found = self.noise_of(1)
+            self.advance([1] * len(self.used))
+            return found
         if not self.noise:
             self._settle()
             ahead = np.arange(_NOISE_STEPS)[::-1, None]
@@ -152,27 +153,26 @@ class RowOrder:
             self.positions = self.positions + _NOISE_STEPS
         return self.noise.pop()
 
-    def noise_of(self, sizes: Sequence[int]) -> Tensor:
-        """Return the uniform numbers of the next ``sizes`` tokens of each row, float64 [tokens, 1].
+    def noise_of(self, width: int) -> Tensor:
+        """Return the uniform numbers of the next ``width`` tokens of each row, float64 [rows * width, 1].
 
         The rows advance by ``advance``.
         """
-        if self.ahead is None or self.used.max() + max(sizes) > _NOISE_AHEAD:
+        if not self.ahead or max(self.used) + width > _NOISE_AHEAD:
             self._settle()
-            self.ahead = uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD))
-            self.used = np.zeros(len(self.keys), np.int64)
-        firsts = (self.used + np.arange(len(sizes)) * _NOISE_AHEAD).tolist()
-        places = [first + at for first, size in zip(firsts, sizes, strict=True) for at in range(size)]
-        return torch.from_numpy(self.ahead.ravel()[places]).unsqueeze(1).to(self.device)
+            self.ahead = list(uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD)))
+            self.used = [0] * len(self.ahead)
+        numbers = np.concatenate([row[at : at + width] for row, at in zip(self.ahead, self.used, strict=True)])
+        return torch.from_numpy(numbers[:, None]).to(self.device)
 
-    def advance(self, counts: Int64Array | np.int64) -> None:
+    def advance(self, counts: Sequence[int]) -> None:
         """Move on by so many of the tokens of each row whose numbers ``noise_of`` has returned."""
-        self.used = self.used + counts
+        self.used = [first + count for first, count in zip(self.used, counts, strict=True)]
 
     def _settle(self) -> None:
         """Make ``positions`` those of the next tokens."""
-        self.positions = self.positions - len(self.noise) + (0 if self.ahead is None else self.used)
-        self.noise, self.ahead = [], None
+        self.positions = self.positions + (np.array(self.used) if self.ahead else -len(self.noise))
+        self.noise, self.ahead = [], ()
 
     def stopped(self, tokens: Int64Array) -> BoolArray:
         """Return a mask of the rows that drew one of their stop ids, [rows]."""

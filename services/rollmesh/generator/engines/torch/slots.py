@@ -151,11 +151,11 @@ class SlotTable:
         logprobs: Float32Array,
         sets: Iterable[tuple[int, Int32Array]],
     ) -> None:
-        """Store tokens of a wide step, ``counts`` of each row, and their kept sets with their slots, in order."""
+        """Store the first ``counts`` tokens of each row of a wide step, and their kept sets with their slots."""
         self._sampled.append_uneven(counts, tokens, logprobs)
         for slot, ids in sets:
             self._sets[slot].append(ids)
-        self.cached_total += len(tokens)
+        self.cached_total += sum(counts)
         self._step_count += 1
 
     def recent(self, slot: int) -> bytes:
@@ -259,14 +259,16 @@ class SampledTokens:
         self._steps.append((tokens, logprobs))
 
     def append_uneven(self, counts: Sequence[int], tokens: Int64Array, logprobs: Float32Array) -> None:
-        """Append ``counts`` tokens of each row."""
+        """Append the first ``counts`` tokens of each row, [rows, tokens]."""
         self._store()
-        before = self._counts[self._rows].tolist()
-        columns = [(first + at) % CAPACITY for first, count in zip(before, counts, strict=True) for at in range(count)]
-        place = np.repeat(self._rows, counts), columns
-        self._tokens[place] = tokens
-        self._logprobs[place] = logprobs
-        self._counts[self._rows] += counts
+        for row, (slot, count) in enumerate(zip(self._rows.tolist(), counts, strict=True)):
+            start = int(self._counts[slot]) % CAPACITY
+            here = (
+                slice(start, start + count) if start + count <= CAPACITY else np.arange(start, start + count) % CAPACITY
+            )
+            self._tokens[slot, here] = tokens[row, :count]
+            self._logprobs[slot, here] = logprobs[row, :count]
+            self._counts[slot] += count
 
     def reset(self, slot: int, before: Int32Array) -> None:
         """Start to count the tokens of a slot, which continue those ``before``."""

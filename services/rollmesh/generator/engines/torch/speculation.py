@@ -7,7 +7,7 @@ measured seconds of both; else speculation rests, four times as long after every
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -21,8 +21,8 @@ from rollmesh.types import Int32Array
 
 HISTORY_TOKENS = 10_000_000
 """Most tokens of the drafts of one generator: 150 MB."""
-MOST_TOKENS = 256
-"""Most tokens of a wide step."""
+MOST_TOKENS, MOST_CPU_TOKENS = 256, 32
+"""Most tokens of a wide step on a GPU and on a CPU, whose products of more rows cost as much as the steps they save."""
 WIDTHS = (4, 8, 16)
 """Most tokens of a row in wide steps: few shapes, which are prepared once, as graphs on a GPU."""
 _LEAST_WIDTH = 8
@@ -34,17 +34,19 @@ _PROMPTS = 1 << 16
 """Prompts whose mean length is known."""
 _QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
-_PLAIN_STEPS, _TRIAL_STEPS, _DRAFTING_STEPS = 16, 32, 512
-"""Plain steps that are measured before steps with drafts; and of these the first ones, and all until the next plain."""
-_MOST_LOST = 8
-"""Plain steps whose seconds drafts may lose before they rest."""
+_PLAIN_STEPS, _TRIAL_STEPS = 16, 32
+"""Plain steps measured before those with drafts; and the first of these, which must have saved seconds."""
+_DRAFTING_STEPS, _PLAIN_AGAIN = 128, 4
+"""Steps with drafts until some plain ones are measured again, because a machine is not always as fast; and these."""
+_MOST_LOST, _MOST_GAINED = 8, 16
+"""Plain steps whose seconds drafts may lose before they rest, beyond those that they have saved; and most of these."""
 _MARGIN = 1.02
-"""Tokens a second over those of plain steps above which drafts go on."""
+"""Tokens a second over those of plain steps above which drafts save seconds."""
 _LEAST_CHANCE = 0.4
 """Chance below which a token is not drafted."""
 _LEARNING, _RECOVERY = 1 / 8, 1 / 64
 """Weight of one token in a chance; and of one draft that is left out, so that all are tried again."""
-_FIRST_REST, _LONGEST_REST = 1 << 10, 1 << 12
+_FIRST_REST, _LONGEST_REST = 1 << 8, 1 << 12
 """Plain steps after drafts that do not pay."""
 
 
@@ -59,6 +61,10 @@ class _Course:
     misses: int = 0
     look_at: int = 0
     """Step from which on drafts are looked for."""
+    place: int = 0
+    """Place in the history at which the newest draft begins, or ends if all of it was accepted."""
+    next_step: int = 0
+    """Step that may go on there."""
 
 
 @dataclass(slots=True)
@@ -66,55 +72,47 @@ class Gate:
     """Decision to draft with similar numbers of running calls: plain steps are measured, then steps with drafts."""
 
     drafting: bool = False
+    on_trial: bool = True
+    """Whether no steps with drafts have saved seconds since the last rest."""
     steps: int = 0
     """Steps since ``drafting`` has changed."""
-    samples: list[float] = field(default_factory=list)
-    """Seconds of a token of these steps, if they are plain."""
-    tokens: int = 0
-    seconds: float = 0.0
-    """Of these steps, if they are not."""
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=_PLAIN_STEPS))
+    """Seconds of a token of the newest plain steps."""
     plain: float = 0.0
     """Seconds of a token of plain steps."""
     gained: float = 0.0
-    """Seconds that drafts have saved, at most those of ``_MOST_LOST`` steps."""
+    """Seconds that drafts have saved, at most those of ``_MOST_GAINED`` steps."""
     rest: int = _FIRST_REST
     rests_until: int = 0
 
     def measure(self, step: int, rows: int, tokens: int, seconds: float, *, new_plan: bool) -> bool:
         """Record a step; tell whether the drafts do not pay and rest now.
 
-        One that has made a ``new_plan``, which later ones use again, counts only in what all steps have brought.
+        One with drafts that has made a ``new_plan``, which later ones use again, does not count.
         """
         self.steps += 1
         if not self.drafting:
-            self.samples.append(seconds / tokens)
-            if self.steps > _PLAIN_STEPS:
-                # The first one prepares what the next ones use again; what takes longer than 2 is not a step's own.
-                usual = 2 * median(self.samples[1:])
-                self.plain = fmean(min(each, usual) for each in self.samples[1:])
-                self._start(drafting=True)
+            if self.steps > 1:  # the first one prepares what the next ones use again
+                self.samples.append(seconds / tokens)
+            if self.steps > (_PLAIN_STEPS if self.on_trial else _PLAIN_AGAIN):
+                usual = 2 * median(self.samples)  # what takes longer is not a step's own
+                self.plain = fmean(min(each, usual) for each in self.samples)
+                self.drafting, self.steps = True, 0
             return False
         usual = self.plain * rows
-        seconds = min(seconds, 4 * usual)  # what takes longer is not the step's own
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         if not new_plan:
-            self.gained = min(self.gained + self.plain * tokens - seconds, _MOST_LOST * usual)
-        pays = self.gained > (0 if self.steps == _TRIAL_STEPS else -_MOST_LOST * usual)
+            saved = self.plain * tokens / _MARGIN - min(seconds, 4 * usual)  # what takes longer is not the step's own
+            self.gained = min(self.gained + saved, _MOST_GAINED * usual)
+        on_trial, self.on_trial = self.on_trial, self.on_trial and self.steps < _TRIAL_STEPS
+        if self.gained < (0 if on_trial and not self.on_trial else -_MOST_LOST * usual):
+            self.drafting, self.steps, self.on_trial, self.gained = False, 0, True, 0.0
+            self.samples.clear()
+            self.rests_until = step + self.rest
+            self.rest = min(4 * self.rest, _LONGEST_REST)
+            return True
         if self.steps == _DRAFTING_STEPS:
-            pays = pays and self.plain * self.tokens > _MARGIN * self.seconds
-        if pays and self.steps < _DRAFTING_STEPS:
-            return False
-        self._start(drafting=False)
-        if pays:
-            self.rest = _FIRST_REST
-            return False
-        self.rests_until = step + self.rest
-        self.rest = min(4 * self.rest, _LONGEST_REST)
-        return True
-
-    def _start(self, *, drafting: bool) -> None:
-        self.drafting, self.steps, self.samples = drafting, 0, []
-        self.tokens, self.seconds, self.gained = 0, 0.0, 0.0
+            self.drafting, self.steps, self.rest = False, 0, _FIRST_REST
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,32 +120,32 @@ class Proposal:
     """Drafts of a step, one of each row, some of them empty."""
 
     drafts: Sequence[Sequence[int]]
+    width: int
+    """Tokens that the step computes for each row."""
 
-    @property
-    def width(self) -> int:
-        longest = max(map(len, self.drafts))
-        return next(width for width in WIDTHS if width > longest)
+    def inputs(self, last: Sequence[int]) -> list[int]:
+        """Return the step's tokens behind the ``last`` one of each row, [rows * width]; zeros behind the drafts."""
+        rows = zip(last, self.drafts, strict=True)
+        return [token for one, draft in rows for token in (one, *draft, *[0] * (self.width - 1 - len(draft)))]
 
-    def kept(self, tokens: Sequence[int]) -> list[int]:
-        """Return how many of the sampled ``tokens`` of each row are kept: until one is not the draft's.
-
-        Each row has one more than its draft.
-        """
-        counts, start = [], 0
-        for draft in self.drafts:
+    def kept(self, tokens: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many of each row's ``tokens``, [rows, width], are kept: until one is not the draft's."""
+        counts = []
+        for draft, sampled in zip(self.drafts, tokens, strict=True):
             count = 0
-            while count < len(draft) and tokens[start + count] == draft[count]:
+            while count < len(draft) and sampled[count] == draft[count]:
                 count += 1
             counts.append(1 + count)
-            start += 1 + len(draft)
         return counts
 
 
 class Speculation:
     """Drafts of the running calls. Model thread only, but for ``counters``."""
 
-    def __init__(self, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, vocab_size: int, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
+        self.most_tokens = most_tokens
+        """Most tokens of a wide step."""
         self._chances = [1.0] * vocab_size
         """Chance that the token drafted behind a token is accepted."""
         self.drafts = Drafts(HISTORY_TOKENS)
@@ -209,7 +207,7 @@ class Speculation:
         """Begin a step of ``rows`` calls; tell whether it is a plain one that need not be measured."""
         number = _class_of(rows)
         self._step += 1
-        if self._step >= self.gates[number].rests_until:
+        if self._step >= self.gates[number].rests_until and rows * WIDTHS[0] <= self.most_tokens:
             return False
         self._row_steps[number] += rows
         self._row_tokens[number] += rows
@@ -223,7 +221,7 @@ class Speculation:
         rows = len(order.slots)
         if not self.gates[_class_of(rows)].drafting:
             return None
-        most = min(MOST_TOKENS // rows, free_places)
+        most = min(self.most_tokens // rows, free_places)
         widths = [width for width in WIDTHS if width <= most]
         if not widths:
             return None
@@ -231,33 +229,42 @@ class Speculation:
             self._draft(self._courses[slot], slot, last, table, widths[-1])
             for slot, last in zip(order.slots.tolist(), tokens, strict=True)
         ]
-        if not any(drafts):
+        longest = max(wanted for wanted, _ in drafts)
+        if not longest:
             return None
+        room = [widths[-1]] * rows
         if order.steps_left < widths[-1]:
-            room = table.room(order.slots)
-            order.steps_left = int(room.min())
-            drafts = [draft[: most - 1] for draft, most in zip(drafts, room.tolist(), strict=True)]
-        return Proposal(drafts) if any(drafts) else None
+            each = table.room(order.slots)
+            order.steps_left, room = int(each.min()), each.tolist()
+        width = next((width for width in widths if width > longest), widths[-1])
+        kept = [draft[: min(width, most) - 1] for (_, draft), most in zip(drafts, room, strict=True)]
+        return Proposal(kept, width) if any(kept) else None
 
-    def _draft(self, course: _Course, slot: int, last: int, table: SlotTable, widest: int) -> list[int]:
-        """Return what follows the ``last`` token of a call, until it is unlikely or a stop id."""
+    def _draft(self, course: _Course, slot: int, last: int, table: SlotTable, widest: int) -> tuple[int, list[int]]:
+        """Return what follows the ``last`` token of a call up to a stop id, and how much of it before is likely."""
         if course.is_short or course.look_at > self._step or course.prompt_key not in self._lengths:
-            return []
+            return 0, []
         chances = self._chances
         chance = chances[last]
         if chance < _LEAST_CHANCE:
             chances[last] += (1 - chance) * _RECOVERY
-            return []
-        place = self._find(course, table.recent(slot))
+            return 0, []
+        place = course.place if course.next_step == self._step else 0
+        if not place or self.drafts.tokens(place - 1, 1)[0] != last:
+            place = self._find(course, table.recent(slot))
         if not place:
-            return []
+            return 0, []
         draft: list[int] = []
-        for token in self.drafts.tokens(place, min(max(course.length, _LEAST_WIDTH), widest) - 1).tolist():
-            if token < 0 or chance < _LEAST_CHANCE or token in course.stops:
+        likely, most = 0, max(course.length, _LEAST_WIDTH) - 1
+        for token in self.drafts.tokens(place, widest - 1).tolist():
+            if token < 0 or token in course.stops:
                 break
             draft.append(token)
-            chance *= chances[token]
-        return draft
+            if likely == len(draft) - 1 < most and chance >= _LEAST_CHANCE:
+                likely += 1
+                chance *= chances[token]
+        course.place = place
+        return likely, draft
 
     def _find(self, course: _Course, recent: bytes) -> int:
         """Return the place in the history of the token that is expected next; 0 if there is none."""
@@ -274,14 +281,16 @@ class Speculation:
         """Record a wide step behind the last ``tokens`` of each row: the number of tokens that are ``kept``."""
         chances = self._chances
         for slot, last, draft, count in zip(slots.tolist(), tokens, proposal.drafts, kept, strict=True):
+            course, accepted, before = self._courses[slot], count - 1, last
             if draft:
-                course, accepted, before = self._courses[slot], count - 1, last
                 for at, token in enumerate(draft[:count]):
                     chances[before] += ((at < accepted) - chances[before]) * _LEARNING
                     before = token
                 self._drafted += len(draft)
                 self._accepted += accepted
                 course.length = next_length(course.length, len(draft), accepted)
+                if accepted == len(draft):
+                    course.place, course.next_step = course.place + count, self._step + 1
 
     def measure(self, rows: int, tokens: int, seconds: float, *, new_plan: bool = False) -> None:
         """Record the seconds of a step of ``rows`` calls that has sampled ``tokens``; see ``Gate.measure``."""

@@ -25,7 +25,7 @@ from rollmesh.generator.engines.torch.kv_cache import KvCache, tier_widths
 from rollmesh.generator.engines.torch.model_thread import ModelThread, Swap
 from rollmesh.generator.engines.torch.running_batch import RunningBatch
 from rollmesh.generator.engines.torch.slots import RunningCall
-from rollmesh.generator.engines.torch.speculation import MOST_TOKENS, Speculation
+from rollmesh.generator.engines.torch.speculation import MOST_CPU_TOKENS, MOST_TOKENS, Speculation
 from rollmesh.generator.engines.torch.weights import StagedWeights, Weights, load_weights
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import Chunk, Float32Array, GenerationCall, Int32Array
@@ -86,12 +86,13 @@ class TorchEngine:
     def _make_batch(self, arch: Architecture, weights: Weights, policy_version: int) -> RunningBatch:
         config, graphs, speculation, most_tokens = self._config, self._config.cuda_graphs, None, 0
         if config.speculation == "history":
-            clock = time.thread_time if self._device.type == "cpu" else time.perf_counter
-            speculation, most_tokens = Speculation(arch.vocab_size, clock), MOST_TOKENS
+            cpu = self._device.type == "cpu"
+            most_tokens = MOST_CPU_TOKENS if cpu else MOST_TOKENS
+            speculation = Speculation(arch.vocab_size, most_tokens, time.thread_time if cpu else time.perf_counter)
         cache = KvCache(
             arch,
             token_capacity=config.kv_tokens,
-            widths=tier_widths(min(config.max_context_tokens, config.kv_tokens), coarse=graphs),
+            widths=tier_widths(min(config.max_context_tokens, config.kv_tokens), first=256 if graphs else 128),
             dtype=self._dtype,
             device=self._device,
             several_turns=self._several_turns,
