@@ -140,13 +140,15 @@ def test_prompts_with_responses_below_a_quarter_of_the_mean_draft_nothing():
     assert engine._courses[0].is_short
 
 
-def steps_of(engine: Speculation, rows: int, seconds: float, tokens: int, steps: int) -> str:
+def steps_of(engine: Speculation, rows: int, seconds: float, tokens: int, steps: int, *, new_plan: bool = False) -> str:
     """Return ``d`` for every step with drafts, which takes ``seconds``, and ``.`` for every other, which takes 1 s."""
     found = ""
     for _ in range(steps):
-        drafting = not engine.rests(rows) and engine.gates[(rows - 1).bit_length()].drafting
-        if engine._step >= engine.gates[(rows - 1).bit_length()].rests_until:
-            engine.measure(rows, rows * tokens if drafting else rows, seconds if drafting else 1.0)
+        rests = engine.rests(rows)
+        drafting = not rests and engine.drafts_with(rows)
+        if not rests:
+            taken = seconds if drafting else 1.0
+            engine.measure(rows, rows * tokens if drafting else rows, taken, new_plan=new_plan and drafting)
         found += "d" if drafting else "."
     return found
 
@@ -173,3 +175,71 @@ def test_drafts_that_do_not_pay_rest_with_more_calls_and_not_with_fewer():
     steps_of(engine, rows=4, seconds=3.0, tokens=2, steps=30)
     assert "d" not in steps_of(engine, rows=8, seconds=1.0, tokens=2, steps=200)
     assert "d" in steps_of(engine, rows=2, seconds=1.0, tokens=2, steps=200)
+
+
+def test_drafts_whose_steps_all_make_a_plan_have_saved_nothing_and_rest():
+    engine = Speculation(32, 256)
+    assert steps_of(engine, rows=1, seconds=0.1, tokens=2, steps=200, new_plan=True) == "." * 17 + "d" * 32 + "." * 151
+
+
+def test_steps_of_more_rows_than_fit_draft_nothing():
+    engine = Speculation(32, most_tokens=32)
+    assert "d" not in steps_of(engine, rows=9, seconds=0.1, tokens=2, steps=200)
+    assert "d" in steps_of(engine, rows=8, seconds=0.1, tokens=2, steps=200)
+
+
+HISTORY = np.array([5, 6, 7, 8, *range(10, 30)], np.int32)
+
+
+def proposal(engine: Speculation, answers: list[list[int]], *, room: int = 64, places: int = 64) -> Proposal | None:
+    """What is proposed to calls that have said these answers to prompts of their own."""
+    rows = len(answers)
+    recent = [np.array([0] * 32 + said, np.int32)[-32:].tobytes() for said in answers]
+    table = SimpleNamespace(recent=recent.__getitem__, room=lambda slots: np.full(rows, room))
+    order = SimpleNamespace(slots=np.arange(rows), steps_left=room)
+    engine.rests(rows)
+    return engine.propose(order, [said[-1] for said in answers], table, places)  # type: ignore[arg-type]
+
+
+def begun(most_tokens: int, rows: int) -> Speculation:
+    """Calls of as many prompts, to each of which ``HISTORY`` was an answer."""
+    engine = Speculation(32, most_tokens)
+    for name in range(rows):
+        engine.remember(running(name).request.context_ids, HISTORY)
+        engine.begin(SimpleNamespace(slot=name, request=running(name).request))  # type: ignore[arg-type]
+    return engine
+
+
+def test_the_longest_likely_draft_is_the_width_of_a_step_and_the_others_go_on_as_far():
+    engine = begun(256, 2)
+    engine._chances[11] = 0.1  # so the draft of the first call is likely up to 10 and 11
+    found = proposal(engine, [[5, 6, 7, 8], [3, 3, 3, 3]])
+    assert found == Proposal([[10, 11, 12], []], width=4)
+    found = proposal(engine, [[5, 6, 7, 8], [15, 16, 17, 18]])
+    assert found == Proposal([list(range(10, 17)), list(range(19, 26))], width=8)
+
+
+@pytest.mark.parametrize(
+    ("room", "places", "wanted"),
+    [(64, 64, list(range(10, 17))), (3, 64, [10, 11]), (1, 64, None), (64, 5, [10, 11, 12]), (64, 3, None)],
+    ids=["room", "a chunk of 3", "a chunk of 1", "5 places in the cache", "3 places in the cache"],
+)
+def test_drafts_end_with_the_chunk_and_the_cache(room, places, wanted):
+    found = proposal(begun(256, 1), [[5, 6, 7, 8]], room=room, places=places)
+    assert found == (wanted and Proposal([wanted], width=4 if len(wanted) < 4 else 8))
+
+
+def test_more_calls_share_the_tokens_of_a_step():
+    found = proposal(begun(32, 8), [[5, 6, 7, 8]] * 8)
+    assert found == Proposal([[10, 11, 12]] * 8, width=4)
+
+
+def test_a_draft_that_was_accepted_whole_goes_on_where_it_ended_unless_another_token_follows():
+    engine = begun(256, 1)
+    whole = proposal(engine, [[5, 6, 7, 8]])
+    assert whole == Proposal([list(range(10, 17))], width=8)
+    engine.verified(np.arange(1), [8], whole, [8])
+    # Too short a match to be looked up: it goes on.
+    assert proposal(engine, [[0, 0, 0, 17]]) == Proposal([list(range(18, 25))], width=8)
+    engine.verified(np.arange(1), [17], Proposal([list(range(18, 25))], width=8), [8])
+    assert proposal(engine, [[0, 0, 0, 27]]) is None

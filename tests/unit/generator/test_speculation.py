@@ -79,7 +79,7 @@ def test_what_speculation_does_not_go_with_is_refused_by_name(changes, text):
 
 async def test_a_thousand_trajectories_are_those_of_plain_decoding_token_for_token(engine_of, speculating):
     """1,008 of 84 prompts, greedy and sampled; siblings and, for a third of them, their own answers are drafts."""
-    options = {"slots": 32, "max_context_tokens": 128}
+    options = {"slots": 32, "max_context_tokens": 200}
     plain, fast = await engine_of(**options), await speculating(**options)
     settings = islice(cycle(_TEMPERATURES), 1008)
     calls = [
@@ -87,7 +87,7 @@ async def test_a_thousand_trajectories_are_those_of_plain_decoding_token_for_tok
             f"t{i}",
             prompt_ids(i % 84, 6 + i % 7),
             temperature=t,
-            max_new_token_count=20 + i % 30,
+            max_new_token_count=20 + i % 30 + 120 * (i % 9 == 0),
             chunk_token_count=5 + i % 40,
             stop_token_ids=(i % VOCAB,),
         )

@@ -21,7 +21,7 @@ def _either_multiply(request, monkeypatch):
 @pytest.mark.parametrize("name", CONFIGS)
 async def test_logprobs_match_teacher_forcing_while_rows_grow_through_length_tiers(engine_of, model_folder, name):
     engine = await engine_of(name)
-    calls = [make_call(f"t{i}", prompt_ids(i, 3 + 9 * i), max_new_token_count=100 - 15 * i) for i in range(5)]
+    calls = [make_call(f"t{i}", prompt_ids(i, 3 + 9 * i), max_new_token_count=180 - 15 * i) for i in range(5)]
     for call, rollout in zip(calls, await asyncio.gather(*(collect(engine, c) for c in calls)), strict=True):
         assert len(rollout.tokens) == call.max_new_token_count
         rollout.check_pure([model_folder(name)])

@@ -68,11 +68,12 @@ class Stepper:
             self._capture = _graph_capture(model.device)
         # Rounding up to a power of two less than doubles the rows.
         tokens = (2 if padded else 1) * max(slots, most_tokens)
-        self._buffers = model.step_buffers(tokens, cache.longest, shared_score_tokens=cache.token_capacity)
+        scores = max(cache.token_capacity, 0 if padded else most_tokens * cache.longest)
+        self._buffers = model.step_buffers(tokens, cache.longest, shared_score_tokens=scores)
         self._kept: OrderedDict[PlanKey, DecodePlan | TierPlan | _StaticStep] = cache.views
         """Padded steps; or plans of single tiers, as most combinations of tiers come once, and of combinations."""
         self.plan_count = 0
-        """Plans of single tiers, and padded steps, that have been made."""
+        """Plans of single tiers, and padded steps, that have been made and kept."""
         self._current: DecodePlan | _StaticStep | None = None
         self._live: Tensor | None = None
         """Tokens of a padded step that are in use, int64; None if all are."""
@@ -163,8 +164,8 @@ class Stepper:
         plan = self._kept.get(key)
         if plan is None:
             plan = TierPlan(self._buffers, share, key[1][1], width)
-            self.plan_count += 1
             if self._buffers.shares_scores(plan.scores.numel()):
+                self.plan_count += 1
                 self._keep(key, plan, _MAX_PLANS)
             return plan
         assert isinstance(plan, TierPlan)

@@ -19,15 +19,15 @@ from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.kept_prefixes import Prefix, Prefixes
 from rollmesh.types import Int32Array
 
-PlanKey = tuple[tuple[int, ...], ...]
-"""Number, rows and span of each tier in a step, and the step's tokens a row as (-1, most, those of each if uneven)."""
+PlanKey = tuple[tuple[int, int, int], ...]
+"""Number, rows and span of each tier in a step, and the step's tokens a row as (-1, tokens, 0)."""
 
 
 def tier_widths(longest: int, *, first: int) -> tuple[int, ...]:
-    """Return ascending tier widths up to exactly ``longest`` tokens: doublings of ``first``, the last up to 1.25 of it.
+    """Return ascending tier widths up to exactly ``longest`` tokens: doublings of ``first``.
 
-    Wide tiers waste memory, and compute with the length of their longest row; each tier in use costs some operations
-    per layer, and on a GPU each combination of tiers in use needs its own graph.
+    Wide tiers waste memory, and attend as far as their longest row; each tier in use costs some operations per layer,
+    and on a GPU each combination of tiers in use needs its own graph. So the last width may be 1.25 times a doubling.
     """
     widths = []
     while first < longest / 1.25:

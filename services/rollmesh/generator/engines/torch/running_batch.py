@@ -18,7 +18,7 @@ from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache
 from rollmesh.generator.engines.torch.sampling import BoolArray, RowOrder, sample
 from rollmesh.generator.engines.torch.slots import RunningCall, SlotTable
-from rollmesh.generator.engines.torch.speculation import Proposal, Speculation
+from rollmesh.generator.engines.torch.speculation import Speculation
 from rollmesh.kept_sets import split_sets
 from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, KeptSets
 
@@ -102,14 +102,8 @@ class RunningBatch:
             self._plain_step(order)
             return
         started, before, plans = speculation.clock(), self.counters.generated_token_total, self._stepper.plan_count
-        lengths = self.slots.cached(self._rows)
-        free_places = int((self._widths - lengths).min())
-        last = self._tokens.tolist()
-        proposal = speculation.propose(order, last, self.slots, free_places)
-        if proposal is None:
+        if not speculation.drafts_with(rows) or not self._draft_step(order, speculation):
             self._plain_step(order)
-        else:
-            self._outgrown = self._wide_step(order, last, proposal, speculation, lengths) >= free_places
         tokens = self.counters.generated_token_total - before
         new_plan = self._stepper.plan_count > plans
         speculation.measure(rows, tokens, speculation.clock() - started, new_plan=new_plan)
@@ -135,14 +129,17 @@ class RunningBatch:
         self._tokens = drawn.tokens
         self._postprocess(order, drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy(), drawn.kept_sets)
 
-    def _wide_step(
-        self, order: RowOrder, last: list[int], proposal: Proposal, speculation: Speculation, lengths: Int64Array
-    ) -> int:
-        """Sample the tokens of all places of the drafts, each with its noise; keep those whose context was sampled.
+    def _draft_step(self, order: RowOrder, speculation: Speculation) -> bool:
+        """Sample the tokens of all places of drafts, each with its noise; keep those whose context was sampled.
 
-        ``last`` are the last tokens of the active rows, ``lengths`` the cached tokens of all rows. Returns the most
-        tokens of a row that are kept.
+        Returns whether there are drafts.
         """
+        lengths = self.slots.cached(self._rows)
+        free_places = int((self._widths - lengths).min())
+        last = self._tokens.tolist()
+        proposal = speculation.propose(order, last, self.slots, free_places)
+        if proposal is None:
+            return False
         slots, width, device = order.slots, proposal.width, self.model.device
         self._stepper.prepare(lengths, self.slots.places[self._rows], width)
         logits = self._stepper.logits(torch.from_numpy(np.array(proposal.inputs(last))).to(device))
@@ -172,7 +169,8 @@ class RunningBatch:
         if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:
             finite = [np.isfinite(row[:count]).all() for row, count in zip(logprobs, counts, strict=True)]
             self._end_or_deliver(order, stopped, np.array(finite))
-        return most
+        self._outgrown = most >= free_places
+        return True
 
     def _postprocess(self, order: RowOrder, tokens: Int64Array, logprobs: Float32Array, sets: KeptSets | None) -> None:
         """Record the tokens of a step, [rows] each; look at single calls only if one has ended or a chunk is due."""

@@ -262,10 +262,7 @@ class SampledTokens:
         """Append the first ``counts`` tokens of each row, [rows, tokens]."""
         self._store()
         for row, (slot, count) in enumerate(zip(self._rows.tolist(), counts, strict=True)):
-            start = int(self._counts[slot]) % CAPACITY
-            here = (
-                slice(start, start + count) if start + count <= CAPACITY else np.arange(start, start + count) % CAPACITY
-            )
+            here = np.arange(self._counts[slot], self._counts[slot] + count) % CAPACITY
             self._tokens[slot, here] = tokens[row, :count]
             self._logprobs[slot, here] = logprobs[row, :count]
             self._counts[slot] += count

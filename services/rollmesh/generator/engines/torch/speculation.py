@@ -35,9 +35,9 @@ _PROMPTS = 1 << 16
 _QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
 _PLAIN_STEPS, _TRIAL_STEPS = 16, 32
-"""Plain steps measured before those with drafts; and the first of these, which must have saved seconds."""
-_DRAFTING_STEPS, _PLAIN_AGAIN = 128, 4
-"""Steps with drafts until some plain ones are measured again, because a machine is not always as fast; and these."""
+"""Plain steps before a trial of drafts, and steps of the trial, which must save seconds."""
+_DRAFTING_STEPS, _PLAIN_AGAIN, _NEWEST = 128, 4, 8
+"""Steps with drafts until plain ones are measured again, because a machine is not always as fast; these; those used."""
 _MOST_LOST, _MOST_GAINED = 8, 16
 """Plain steps whose seconds drafts may lose before they rest, beyond those that they have saved; and most of these."""
 _MARGIN = 1.02
@@ -62,9 +62,9 @@ class _Course:
     look_at: int = 0
     """Step from which on drafts are looked for."""
     place: int = 0
-    """Place in the history at which the newest draft begins, or ends if all of it was accepted."""
+    """Place in the history at which the newest draft begins, or the next one may if all of it was accepted."""
     next_step: int = 0
-    """Step that may go on there."""
+    """Step of the draft that may begin there."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Gate:
     """Whether no steps with drafts have saved seconds since the last rest."""
     steps: int = 0
     """Steps since ``drafting`` has changed."""
-    samples: deque[float] = field(default_factory=lambda: deque(maxlen=_PLAIN_STEPS))
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))
     """Seconds of a token of the newest plain steps."""
     plain: float = 0.0
     """Seconds of a token of plain steps."""
@@ -104,7 +104,7 @@ class Gate:
             saved = self.plain * tokens / _MARGIN - min(seconds, 4 * usual)  # what takes longer is not the step's own
             self.gained = min(self.gained + saved, _MOST_GAINED * usual)
         on_trial, self.on_trial = self.on_trial, self.on_trial and self.steps < _TRIAL_STEPS
-        if self.gained < (0 if on_trial and not self.on_trial else -_MOST_LOST * usual):
+        if self.gained < -_MOST_LOST * usual or (on_trial and not self.on_trial and self.gained <= 0):
             self.drafting, self.steps, self.on_trial, self.gained = False, 0, True, 0.0
             self.samples.clear()
             self.rests_until = step + self.rest
@@ -213,14 +213,16 @@ class Speculation:
         self._row_tokens[number] += rows
         return True
 
+    def drafts_with(self, rows: int) -> bool:
+        """Tell whether the step of ``rows`` calls that has begun may use drafts."""
+        return self.gates[_class_of(rows)].drafting
+
     def propose(self, order: RowOrder, tokens: Sequence[int], table: SlotTable, free_places: int) -> Proposal | None:
         """Return drafts of the active calls, whose last tokens are ``tokens``; None for a plain step.
 
         ``free_places`` are the tokens that fit in every row of the cache.
         """
         rows = len(order.slots)
-        if not self.gates[_class_of(rows)].drafting:
-            return None
         most = min(self.most_tokens // rows, free_places)
         widths = [width for width in WIDTHS if width <= most]
         if not widths:
@@ -229,16 +231,16 @@ class Speculation:
             self._draft(self._courses[slot], slot, last, table, widths[-1])
             for slot, last in zip(order.slots.tolist(), tokens, strict=True)
         ]
-        longest = max(wanted for wanted, _ in drafts)
-        if not longest:
-            return None
         room = [widths[-1]] * rows
         if order.steps_left < widths[-1]:
-            each = table.room(order.slots)
-            order.steps_left, room = int(each.min()), each.tolist()
-        width = next((width for width in widths if width > longest), widths[-1])
-        kept = [draft[: min(width, most) - 1] for (_, draft), most in zip(drafts, room, strict=True)]
-        return Proposal(kept, width) if any(kept) else None
+            left = table.room(order.slots)
+            order.steps_left, room = int(left.min()), left.tolist()
+        longest = max(min(likely, here - 1) for (likely, _), here in zip(drafts, room, strict=True))
+        if not longest:
+            return None
+        width = next(width for width in widths if width > longest)
+        cut = [draft[: min(width, here) - 1] for (_, draft), here in zip(drafts, room, strict=True)]
+        return Proposal(cut, width)
 
     def _draft(self, course: _Course, slot: int, last: int, table: SlotTable, widest: int) -> tuple[int, list[int]]:
         """Return what follows the ``last`` token of a call up to a stop id, and how much of it before is likely."""
