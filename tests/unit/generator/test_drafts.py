@@ -1,5 +1,6 @@
 """Drafts from history: what is found and forgotten, what it costs, how long the next one is, and when they pause."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,7 +157,7 @@ def steps_of(engine: Speculation, rows: int, seconds: float, tokens: int, steps:
 def test_trials_that_do_not_pay_are_followed_by_longer_rests_and_the_next_trial():
     found = steps_of(Speculation(32, 256), rows=1, seconds=1.2, tokens=1, steps=24_000)
     rests = [len(rest) for rest in found.split("d") if len(rest) > 17]
-    # 17 plain steps are measured before a trial.
+    # 17 plain steps come before a trial.
     assert rests[:4] == [255 + 17, 1023 + 17, 4095 + 17, 4095 + 17]
     assert max(map(len, found.split("."))) == 32
 
@@ -191,12 +192,14 @@ def test_steps_of_more_rows_than_fit_draft_nothing():
 HISTORY = np.array([5, 6, 7, 8, *range(10, 30)], np.int32)
 
 
-def proposal(engine: Speculation, answers: list[list[int]], *, room: int = 64, places: int = 64) -> Proposal | None:
+def proposal(
+    engine: Speculation, answers: list[list[int]], *, room: Sequence[int] = (64,), places: int = 64
+) -> Proposal | None:
     """What is proposed to calls that have said these answers to prompts of their own."""
     rows = len(answers)
     recent = [np.array([0] * 32 + said, np.int32)[-32:].tobytes() for said in answers]
-    table = SimpleNamespace(recent=recent.__getitem__, room=lambda slots: np.full(rows, room))
-    order = SimpleNamespace(slots=np.arange(rows), steps_left=room)
+    table = SimpleNamespace(recent=recent.__getitem__, room=lambda slots: np.resize(room, rows))
+    order = SimpleNamespace(slots=np.arange(rows), steps_left=min(room))
     engine.rests(rows)
     return engine.propose(order, [said[-1] for said in answers], table, places)  # type: ignore[arg-type]
 
@@ -221,12 +224,17 @@ def test_the_longest_likely_draft_is_the_width_of_a_step_and_the_others_go_on_as
 
 @pytest.mark.parametrize(
     ("room", "places", "wanted"),
-    [(64, 64, list(range(10, 17))), (3, 64, [10, 11]), (1, 64, None), (64, 5, [10, 11, 12]), (64, 3, None)],
+    [([64], 64, list(range(10, 17))), ([3], 64, [10, 11]), ([1], 64, None), ([64], 5, [10, 11, 12]), ([64], 3, None)],
     ids=["room", "a chunk of 3", "a chunk of 1", "5 places in the cache", "3 places in the cache"],
 )
 def test_drafts_end_with_the_chunk_and_the_cache(room, places, wanted):
     found = proposal(begun(256, 1), [[5, 6, 7, 8]], room=room, places=places)
     assert found == (wanted and Proposal([wanted], width=4 if len(wanted) < 4 else 8))
+
+
+def test_each_call_has_room_of_its_own():
+    found = proposal(begun(256, 2), [[5, 6, 7, 8]] * 2, room=[3, 64])
+    assert found == Proposal([[10, 11], list(range(10, 17))], width=8)
 
 
 def test_more_calls_share_the_tokens_of_a_step():

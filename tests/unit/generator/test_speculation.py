@@ -87,13 +87,15 @@ async def test_a_thousand_trajectories_are_those_of_plain_decoding_token_for_tok
             f"t{i}",
             prompt_ids(i % 84, 6 + i % 7),
             temperature=t,
-            max_new_token_count=20 + i % 30 + 120 * (i % 9 == 0),
+            max_new_token_count=20 + i % 30 + 120 * (i % 10 == 0),
             chunk_token_count=5 + i % 40,
-            stop_token_ids=(i % VOCAB,),
+            stop_token_ids=(i % VOCAB,) if i % 10 else (),
         )
         for i, t in enumerate(settings)
     ]
     wanted = await asyncio.gather(*(collect(plain, call) for call in calls))
+    long = [one.call.sampling.temperature for one in wanted if len(one.ids) > 128]  # in the second tier of the cache
+    assert all(long.count(temperature) > 20 for temperature in _TEMPERATURES)
     remember(fast, wanted[:336])
     for one, other in zip(await asyncio.gather(*(collect(fast, call) for call in calls)), wanted, strict=True):
         check_equal(one, other)

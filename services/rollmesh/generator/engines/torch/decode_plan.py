@@ -31,13 +31,12 @@ class StepBuffers:
         operand: Callable[[Tensor], Operand],
         row_count: int,
         longest: int,
-        *,
-        shared_score_tokens: int = 0,
+        score_count: int,
     ) -> None:
         """Allocate buffers of the type and device of ``like`` for plans of at most ``row_count`` tokens.
 
-        Rows of the cache have at most ``longest`` tokens. Plans share one buffer for attention scores of at most
-        ``shared_score_tokens`` (tokens of a step * span of a tier); a plan with more has its own.
+        Rows of the cache have at most ``longest`` tokens. Plans share one buffer for at most ``score_count`` attention
+        scores of each head: tokens of a step * span of a tier.
         """
         self.arch = arch
         self.operand = operand
@@ -56,7 +55,7 @@ class StepBuffers:
         self.columns = torch.arange(longest, device=like.device)
         self.zero, self.hidden = like.new_zeros(()), like.new_tensor(-torch.inf)
         self._views: dict[int, TokenViews] = {}
-        self._scores = like.new_empty((2, shared_score_tokens * arch.head_count))
+        self._scores = like.new_empty((2, score_count * arch.head_count))
 
     def place(self, positions: Int64Array) -> None:
         """Set the positions of the next step's tokens, [tokens]."""
@@ -72,14 +71,8 @@ class StepBuffers:
             self._views[count] = TokenViews(self, count)
         return self._views[count]
 
-    def shares_scores(self, count: int) -> bool:
-        """Tell whether so many scores fit in the buffer of all plans."""
-        return count <= self._scores.shape[1]
-
     def scores(self, *shape: int) -> Tensor:
         """Return memory for scores and their softmax, [2, ...]."""
-        if not self.shares_scores(math.prod(shape)):
-            return self.qkv.new_empty((2, *shape))
         return self._scores[:, : math.prod(shape)].view(2, *shape)
 
 

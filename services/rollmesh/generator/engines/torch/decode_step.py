@@ -28,6 +28,7 @@ from rollmesh.generator.engines.torch.decode_plan import (
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.kernels import Int64Array
 from rollmesh.generator.engines.torch.kv_cache import KvCache, PlanKey
+from rollmesh.generator.engines.torch.speculation import WIDTHS
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Function that captures work over static memory and returns a function that replays it."""
@@ -68,12 +69,12 @@ class Stepper:
             self._capture = _graph_capture(model.device)
         # Rounding up to a power of two less than doubles the rows.
         tokens = (2 if padded else 1) * max(slots, most_tokens)
-        scores = max(cache.token_capacity, 0 if padded else most_tokens * cache.longest)
-        self._buffers = model.step_buffers(tokens, cache.longest, shared_score_tokens=scores)
+        scores = min(tokens * cache.longest, (WIDTHS[-1] if most_tokens else 1) * cache.token_capacity)
+        self._buffers = model.step_buffers(tokens, cache.longest, scores)
         self._kept: OrderedDict[PlanKey, DecodePlan | TierPlan | _StaticStep] = cache.views
         """Padded steps; or plans of single tiers, as most combinations of tiers come once, and of combinations."""
         self.plan_count = 0
-        """Plans of single tiers, and padded steps, that have been made and kept."""
+        """Plans of single tiers, and padded steps, that have been made."""
         self._current: DecodePlan | _StaticStep | None = None
         self._live: Tensor | None = None
         """Tokens of a padded step that are in use, int64; None if all are."""
@@ -152,10 +153,7 @@ class Stepper:
                 parts.append(self._plan((tier, (-1, start, width)), share, width))
                 start += share.rows
             joined = DecodePlan(self._buffers, parts, width)
-            # Else too much memory to keep for many plans:
-            if all(self._buffers.shares_scores(part.scores.numel()) for part in parts):
-                self._keep(key, joined, _MAX_PLANS)
-            return joined
+            self._keep(key, joined, _MAX_PLANS)
         assert isinstance(joined, DecodePlan)
         self._kept.move_to_end(key)
         return joined
@@ -164,10 +162,8 @@ class Stepper:
         plan = self._kept.get(key)
         if plan is None:
             plan = TierPlan(self._buffers, share, key[1][1], width)
-            if self._buffers.shares_scores(plan.scores.numel()):
-                self.plan_count += 1
-                self._keep(key, plan, _MAX_PLANS)
-            return plan
+            self.plan_count += 1
+            self._keep(key, plan, _MAX_PLANS)
         assert isinstance(plan, TierPlan)
         self._kept.move_to_end(key)
         return plan

@@ -89,10 +89,10 @@ class DecoderModel:
         other._bind(weights)
         return other
 
-    def step_buffers(self, row_count: int, longest: int, *, shared_score_tokens: int = 0) -> StepBuffers:
+    def step_buffers(self, row_count: int, longest: int, score_count: int) -> StepBuffers:
         """Allocate memory of decode steps of this model."""
         like, operand = self.weights.embedding, self.multiply.operand
-        return StepBuffers(self.arch, like, operand, row_count, longest, shared_score_tokens=shared_score_tokens)
+        return StepBuffers(self.arch, like, operand, row_count, longest, score_count)
 
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
         """Append the plan's tokens, int64 [tokens], to the rows; returns the logits [tokens, vocab], a reused buffer.

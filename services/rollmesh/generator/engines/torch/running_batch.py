@@ -102,7 +102,11 @@ class RunningBatch:
             self._plain_step(order)
             return
         started, before, plans = speculation.clock(), self.counters.generated_token_total, self._stepper.plan_count
-        if not speculation.drafts_with(rows) or not self._draft_step(order, speculation):
+        if not speculation.drafts_with(rows):
+            if order.ahead:
+                order.settle()
+            self._plain_step(order)
+        elif not self._draft_step(order, speculation):
             self._plain_step(order)
         tokens = self.counters.generated_token_total - before
         new_plan = self._stepper.plan_count > plans

@@ -146,7 +146,7 @@ class RowOrder:
             self.advance([1] * len(self.used))
             return found
         if not self.noise:
-            self._settle()
+            self.settle()
             ahead = np.arange(_NOISE_STEPS)[::-1, None]
             numbers = torch.from_numpy(uniforms(self.keys, self.positions + ahead)).unsqueeze(2)
             self.noise = list(numbers.to(self.device).unbind())
@@ -159,7 +159,7 @@ class RowOrder:
         The rows advance by ``advance``.
         """
         if not self.ahead or max(self.used) + width > _NOISE_AHEAD:
-            self._settle()
+            self.settle()
             self.ahead = list(uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD)))
             self.used = [0] * len(self.ahead)
         numbers = np.concatenate([row[at : at + width] for row, at in zip(self.ahead, self.used, strict=True)])
@@ -169,8 +169,8 @@ class RowOrder:
         """Move on by so many of the tokens of each row whose numbers ``noise_of`` has returned."""
         self.used = [first + count for first, count in zip(self.used, counts, strict=True)]
 
-    def _settle(self) -> None:
-        """Make ``positions`` those of the next tokens."""
+    def settle(self) -> None:
+        """Make ``positions`` those of the next tokens: plain steps are coming, or noise is used up."""
         self.positions = self.positions + (np.array(self.used) if self.ahead else -len(self.noise))
         self.noise, self.ahead = [], ()
 

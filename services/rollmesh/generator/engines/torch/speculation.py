@@ -24,9 +24,9 @@ HISTORY_TOKENS = 10_000_000
 MOST_TOKENS, MOST_CPU_TOKENS = 256, 32
 """Most tokens of a wide step on a GPU and on a CPU, whose products of more rows cost as much as the steps they save."""
 WIDTHS = (4, 8, 16)
-"""Most tokens of a row in wide steps: few shapes, which are prepared once, as graphs on a GPU."""
+"""Tokens of a row in wide steps: few shapes, which are prepared once, as graphs on a GPU."""
 _LEAST_WIDTH = 8
-"""Width of wide steps if it fits, so that drafts which are likely need not grow first."""
+"""Width up to which a draft that is likely need not grow first."""
 _FIRST, _MOST = 2, 16
 _SHORT = 0.25
 """Share of the mean length of responses below which those to a prompt are short."""
@@ -73,7 +73,7 @@ class Gate:
 
     drafting: bool = False
     on_trial: bool = True
-    """Whether no steps with drafts have saved seconds since the last rest."""
+    """Whether fewer than ``_TRIAL_STEPS`` steps with drafts have come since the last rest."""
     steps: int = 0
     """Steps since ``drafting`` has changed."""
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))
@@ -88,7 +88,7 @@ class Gate:
     def measure(self, step: int, rows: int, tokens: int, seconds: float, *, new_plan: bool) -> bool:
         """Record a step; tell whether the drafts do not pay and rest now.
 
-        One with drafts that has made a ``new_plan``, which later ones use again, does not count.
+        One that has made a ``new_plan``, which later ones use again, does not count in a trial.
         """
         self.steps += 1
         if not self.drafting:
@@ -100,7 +100,7 @@ class Gate:
                 self.drafting, self.steps = True, 0
             return False
         usual = self.plain * rows
-        if not new_plan:
+        if not (new_plan and self.on_trial):
             saved = self.plain * tokens / _MARGIN - min(seconds, 4 * usual)  # what takes longer is not the step's own
             self.gained = min(self.gained + saved, _MOST_GAINED * usual)
         on_trial, self.on_trial = self.on_trial, self.on_trial and self.steps < _TRIAL_STEPS
@@ -303,6 +303,7 @@ class Speculation:
         if gate.measure(self._step, rows, tokens, seconds, new_plan=new_plan):
             for other in self.gates[number:]:  # the more calls, the less do drafts bring
                 other.rests_until = max(other.rests_until, gate.rests_until)
+                other.drafting, other.steps = False, 0
 
 
 def next_length(length: int, drafted: int, accepted: int) -> int:
