@@ -4,6 +4,7 @@ No pickle is written or read. The safetensors storage keeps the sharding in the 
 JSON in ``COMMITTED``. A state that N ranks saved can be loaded by M ranks.
 """
 
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from rollmesh.checkpoints.policies import folder_name
 from rollmesh.errors import CheckpointError, Reason
 
 _RANK_FILES = TypeAdapter(list[ManifestFile])
+_FILTERS = threading.Lock()
 
 
 def save_state(
@@ -178,6 +180,7 @@ def _write_rank_file(folder: Path, rank: int) -> None:
 
 @contextmanager
 def _no_single_process_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
+    # The filters are those of the process: a thread that leaves would restore them under another one.
+    with _FILTERS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
