@@ -1,6 +1,5 @@
 """Trainer state, valid only when committed; deltas of weights, and the comparison of copies in a bucket."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -52,13 +51,6 @@ def test_a_committed_state_fills_tensors_in_place(store: CheckpointStore) -> Non
         assert torch.equal(empty[name], expected), name
     # No pickle is written.
     assert {p.suffix or p.name for p in state.folder.iterdir()} == {".safetensors", ".json", COMMITTED_FILE}
-
-
-def test_states_are_loaded_in_several_threads_without_a_warning(store: CheckpointStore) -> None:
-    save(store, 1)
-    state = store.latest_committed()
-    with ThreadPoolExecutor(4) as pool:
-        assert set(map(str, pool.map(lambda _: store.load_state(state, zeros(1)), range(100)))) == {"{'lr_step': 1}"}
 
 
 def test_a_state_without_a_complete_commit_does_not_count(store: CheckpointStore) -> None:
