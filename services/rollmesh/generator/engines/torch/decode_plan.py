@@ -50,18 +50,19 @@ class StepBuffers:
         self.rows = torch.arange(row_count * arch.kv_head_count, device=like.device)
         self.counters = torch.zeros_like(self.rows)
         """Position of every token and kv head of the current step."""
-        self.seen = like.new_empty((row_count, longest))
-        """Additive mask of every token of the current step: 0 at the tokens up to its own, -inf behind it."""
-        self.columns = torch.arange(longest, device=like.device)
-        self.zero, self.hidden = like.new_zeros(()), like.new_tensor(-torch.inf)
+        self._counters = self.counters.numpy() if like.device.type == "cpu" else None
+        self.seen = like.new_empty(row_count * longest)
+        """Additive masks of the tokens of the current step: 0 at the tokens up to its own, -inf behind it."""
+        self.hidden = torch.cat((like.new_zeros(longest), like.new_full((longest,), -torch.inf)))
+        """Windows of it are masks."""
         self._views: dict[int, TokenViews] = {}
         self._scores = like.new_empty((2, score_count * arch.head_count))
 
     def place(self, positions: Int64Array) -> None:
         """Set the positions of the next step's tokens, [tokens]."""
-        by_head = np.repeat(positions, self.arch.kv_head_count)
-        if self.counters.device.type == "cpu":  # a third of the time of a copy by torch
-            self.counters.numpy()[: len(by_head)] = by_head
+        by_head = positions.repeat(self.arch.kv_head_count)
+        if self._counters is not None:  # a third of the time of a copy by torch
+            self._counters[: len(by_head)] = by_head
         else:
             self.counters[: len(by_head)].copy_(torch.from_numpy(by_head))
 
@@ -152,13 +153,15 @@ class TierPlan:
         self.scores, self.shares = buffers.scores(used, group * width, span)  # [n, g * w, span] each, and softmax
         self.scores_op, self.shares_op = op(self.scores), op(self.shares)
         self.by_token = self.scores.view(rows, heads * group, width, span)
-        self.seen = buffers.seen[tokens, :span].view(rows, 1, width, span)
-        self._last = self.place[1].view(rows, width, heads)[:, None, :, :1]  # [rows, 1, w, 1], last position seen
-        self._columns, self._zero, self._hidden = buffers.columns[:span], buffers.zero, buffers.hidden
+        longest, first = len(buffers.hidden) // 2, tokens.start * len(buffers.hidden) // 2
+        self._masks = buffers.seen[first : first + rows * width * span].view(-1, span)
+        self._seen = self._masks.view(rows, 1, width, span)
+        self._windows = buffers.hidden.as_strided((longest, span), (1, 1))  # the last one hides all but the first token
+        self._last, self._behind = self.place[1][::heads], longest - 1  # [rows * w], last position seen
 
     def begin(self) -> None:
         """Find which tokens of the cache each token of the step sees."""
-        torch.where(self._columns > self._last, self._hidden, self._zero, out=self.seen)
+        torch.index_select(self._windows, 0, self._behind - self._last, out=self._masks)
 
     def attend(self, multiply: Multiply, number: int, scale: float) -> None:
         """Write the keys and values of layer ``number`` and attend."""
@@ -167,7 +170,7 @@ class TierPlan:
         if self.ordered is not None:
             self.ordered.copy_(self.queries)
         multiply(self.query_op, self.key_ops[number], self.scores_op)
-        torch.add(self.seen, self.by_token, alpha=scale, out=self.by_token)
+        torch.add(self._seen, self.by_token, alpha=scale, out=self.by_token)
         torch.softmax(self.scores, -1, out=self.shares)
         multiply(self.shares_op, self.value_ops[number], self.attended_op)
         if self.ordered is not None:

@@ -127,7 +127,7 @@ class DecoderModel:
             unit_norm(x, self._floor, views.normed)
             multiply(views.normed_op, gate_up, views.gate_up_op)
             self._adapt_(views.gate_up, number, "gate_up", views.normed, adapted)
-            torch.mul(F.silu(views.gate), views.up, out=views.gated)
+            torch.mul(F.silu(views.gate, inplace=True), views.up, out=views.gated)
             multiply(views.gated_op, down, views.change_op)
             self._adapt_(views.change, number, "down", views.gated, adapted)
             x.add_(views.change)

@@ -103,7 +103,7 @@ class RunningBatch:
             return
         started, before, plans = speculation.clock(), self.counters.generated_token_total, self._stepper.plan_count
         if not speculation.drafts_with(rows):
-            if order.ahead:
+            if order.ahead is not None:
                 order.settle()
             self._plain_step(order)
         elif not self._draft_step(order, speculation):
@@ -151,27 +151,26 @@ class RunningBatch:
         drawn = sample(logits, order.noise_of(width), by_token)
         tokens = drawn.tokens.cpu().numpy().reshape(-1, width)
         logprobs = drawn.logprobs.cpu().numpy().reshape(-1, width)
-        sampled = tokens.tolist()
-        counts = proposal.kept(sampled)
+        kept = proposal.kept(tokens.tolist())
+        counts, most = np.array(kept), max(kept)
         sets: list[tuple[int, Int32Array]] = []
         if drawn.kept_sets is not None:
             each = zip(by_token.keeping.tolist(), split_sets(drawn.kept_sets), strict=True)
-            sets = [(int(slots[at // width]), ids) for at, ids in each if at % width < counts[at // width]]
+            sets = [(int(slots[at // width]), ids) for at, ids in each if at % width < kept[at // width]]
         self.slots.record_wide(counts, tokens, logprobs, sets)
-        order.advance(counts)
-        speculation.verified(slots, last, proposal, counts)
-        newest = np.array([row[count - 1] for row, count in zip(sampled, counts, strict=True)])
+        order.advance(counts, most)
+        speculation.verified(slots, last, proposal, kept)
+        newest = tokens[np.arange(len(slots)), counts - 1]
         self._tokens = torch.from_numpy(newest).to(device)
-        most = max(counts)
         self._planned_steps = 0
         order.steps_left -= most
         if order.steps_left <= 0:  # those that have advanced most need not be those with the least room
             order.steps_left = self.slots.steps_left(slots)
         self.decode_steps += 1
-        self.counters.generated_token_total += sum(counts)
+        self.counters.generated_token_total += sum(kept)
         stopped = order.stopped(newest)
         if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:
-            finite = [np.isfinite(row[:count]).all() for row, count in zip(logprobs, counts, strict=True)]
+            finite = [np.isfinite(row[:count]).all() for row, count in zip(logprobs, kept, strict=True)]
             self._end_or_deliver(order, stopped, np.array(finite))
         self._outgrown = most >= free_places
         return True

@@ -124,8 +124,8 @@ class RowOrder:
 
     slots: Int64Array  # [rows]
     stops: Int64Array  # [rows, most stop ids], -1 where unused
-    common_stop: np.int64 | None
-    """Single stop id shared by every row, or None; compared without a second dimension."""
+    common_stops: tuple[np.int64, ...] | None
+    """Stop ids of every row, None if they differ; compared without a second dimension."""
     sampling: StepSampling
     steps_left: int
     """Steps until the next chunk is due or a budget ends."""
@@ -133,17 +133,18 @@ class RowOrder:
     positions: Int64Array  # [rows], positions of the next tokens without ``noise`` or ``ahead``
     noise: list[Tensor] = field(default_factory=list)
     """Uniform numbers of the next steps of a token a row, the last step first, float64 [rows, 1] each."""
-    ahead: Sequence[npt.NDArray[np.float64]] = ()
-    """Uniform numbers of each row's next tokens, [tokens] each, where rows advance by different counts."""
-    used: list[int] = field(default_factory=list)
-    """Numbers of ``ahead`` that are used, by row."""
+    ahead: npt.NDArray[np.float64] | None = None
+    """Uniform numbers of each row's next tokens, [rows * tokens], where rows advance by different counts."""
+    used: Int64Array = field(default_factory=lambda: np.zeros((0, 1), np.int64))
+    """Numbers of ``ahead`` that are used of each row, [rows, 1]; at most ``most_used``."""
+    most_used: int = 0
     device: torch.device
 
     def next_noise(self) -> Tensor:
         """Return the uniform numbers of the next step of one token a row, float64 [rows, 1]."""
-        if self.ahead and max(self.used) < _NOISE_AHEAD:  # between wide steps
+        if self.ahead is not None and self.most_used < _NOISE_AHEAD:  # between wide steps
             found = self.noise_of(1)
-            self.advance([1] * len(self.used))
+            self.advance(np.ones_like(self.slots), 1)
             return found
         if not self.noise:
             self.settle()
@@ -158,28 +159,32 @@ class RowOrder:
 
         The rows advance by ``advance``.
         """
-        if not self.ahead or max(self.used) + width > _NOISE_AHEAD:
+        rows = len(self.slots)
+        if self.ahead is None or self.most_used + width > _NOISE_AHEAD:
             self.settle()
-            self.ahead = list(uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD)))
-            self.used = [0] * len(self.ahead)
-        numbers = np.concatenate([row[at : at + width] for row, at in zip(self.ahead, self.used, strict=True)])
-        return torch.from_numpy(numbers[:, None]).to(self.device)
+            numbers = uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD))
+            self.ahead, self.used, self.most_used = numbers.ravel(), np.zeros((rows, 1), np.int64), 0
+        first = self.used + np.arange(0, rows * _NOISE_AHEAD, _NOISE_AHEAD)[:, None]
+        return torch.from_numpy(self.ahead.take(first + np.arange(width))).view(-1, 1).to(self.device)
 
-    def advance(self, counts: Sequence[int]) -> None:
-        """Move on by so many of the tokens of each row whose numbers ``noise_of`` has returned."""
-        self.used = [first + count for first, count in zip(self.used, counts, strict=True)]
+    def advance(self, counts: Int64Array, most: int) -> None:
+        """Move on by so many, at ``most``, of the tokens of each row whose numbers ``noise_of`` has returned."""
+        self.used = self.used + counts[:, None]
+        self.most_used += most
 
     def settle(self) -> None:
         """Make ``positions`` those of the next tokens: plain steps are coming, or noise is used up."""
-        self.positions = self.positions + (np.array(self.used) if self.ahead else -len(self.noise))
-        self.noise, self.ahead = [], ()
+        self.positions = self.positions + (-len(self.noise) if self.ahead is None else self.used[:, 0])
+        self.noise, self.ahead = [], None
 
     def stopped(self, tokens: Int64Array) -> BoolArray:
         """Return a mask of the rows that drew one of their stop ids, [rows]."""
-        if self.common_stop is not None:
-            found: BoolArray = tokens == self.common_stop
-        else:
-            found = (self.stops == tokens[:, None]).any(axis=1)
+        if self.common_stops is None:
+            found: BoolArray = (self.stops == tokens[:, None]).any(axis=1)
+            return found
+        found = tokens == self.common_stops[0]
+        for other in self.common_stops[1:]:
+            found |= tokens == other
         return found
 
 

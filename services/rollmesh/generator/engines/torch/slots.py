@@ -20,6 +20,8 @@ from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, In
 
 CAPACITY = 256
 """Number of undelivered tokens that a slot can hold; also the longest chunk."""
+_RING = CAPACITY + COMPARED
+"""Places for tokens of a slot: also for those of a wide step that are not kept, fewer than ``COMPARED``."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -146,7 +148,7 @@ class SlotTable:
 
     def record_wide(
         self,
-        counts: Sequence[int],
+        counts: Int64Array,
         tokens: Int64Array,
         logprobs: Float32Array,
         sets: Iterable[tuple[int, Int32Array]],
@@ -155,7 +157,7 @@ class SlotTable:
         self._sampled.append_uneven(counts, tokens, logprobs)
         for slot, ids in sets:
             self._sets[slot].append(ids)
-        self.cached_total += sum(counts)
+        self.cached_total += int(counts.sum())
         self._step_count += 1
 
     def recent(self, slot: int) -> bytes:
@@ -210,7 +212,7 @@ class SlotTable:
         return RowOrder(
             slots=slots,
             stops=stops,
-            common_stop=stops[0, 0] if stops.shape[1] == 1 and (stops == stops[0, 0]).all() else None,
+            common_stops=tuple(stops[0]) if (stops == stops[0]).all() else None,
             sampling=sampling,
             steps_left=self.steps_left(slots),
             keys=self._keys[slots],
@@ -243,8 +245,8 @@ class SampledTokens:
 
     def __init__(self, slot_count: int) -> None:
         self._counts = np.zeros(slot_count, np.int64)
-        self._tokens = np.zeros((slot_count, CAPACITY), np.int32)
-        self._logprobs = np.zeros((slot_count, CAPACITY), np.float32)
+        self._tokens = np.zeros((slot_count, _RING), np.int32)
+        self._logprobs = np.zeros((slot_count, _RING), np.float32)
         self._rows = np.zeros(0, np.int64)
         """Slot of each row of a step."""
         self._steps: list[tuple[Int64Array, Float32Array]] = []
@@ -258,21 +260,20 @@ class SampledTokens:
     def append(self, tokens: Int64Array, logprobs: Float32Array) -> None:
         self._steps.append((tokens, logprobs))
 
-    def append_uneven(self, counts: Sequence[int], tokens: Int64Array, logprobs: Float32Array) -> None:
-        """Append the first ``counts`` tokens of each row, [rows, tokens]."""
+    def append_uneven(self, counts: Int64Array, tokens: Int64Array, logprobs: Float32Array) -> None:
+        """Append the first ``counts`` tokens of each row, [rows, tokens]; those behind them are overwritten later."""
         self._store()
-        for row, (slot, count) in enumerate(zip(self._rows.tolist(), counts, strict=True)):
-            here = np.arange(self._counts[slot], self._counts[slot] + count) % CAPACITY
-            self._tokens[slot, here] = tokens[row, :count]
-            self._logprobs[slot, here] = logprobs[row, :count]
-            self._counts[slot] += count
+        place = (self._rows[:, None], (self._counts[self._rows][:, None] + np.arange(tokens.shape[1])) % _RING)
+        self._tokens[place] = tokens
+        self._logprobs[place] = logprobs
+        self._counts[self._rows] += counts
 
     def reset(self, slot: int, before: Int32Array) -> None:
         """Start to count the tokens of a slot, which continue those ``before``."""
         self._store()
         self._counts[slot] = 0
         self._tokens[slot, -COMPARED:] = 0
-        self._tokens[slot, CAPACITY - len(before) :] = before
+        self._tokens[slot, _RING - len(before) :] = before
 
     def counts(self, slots: int | Int64Array) -> Int64Array:
         self._store()
@@ -282,12 +283,12 @@ class SampledTokens:
     def since(self, slot: int, start: int) -> tuple[Int32Array, Float32Array]:
         """Return the token ids and log-probabilities of a slot after its first ``start`` tokens."""
         self._store()
-        columns = np.arange(start, self._counts[slot]) % CAPACITY
+        columns = np.arange(start, self._counts[slot]) % _RING
         return self._tokens[slot, columns], self._logprobs[slot, columns]
 
     def newest(self, slot: int) -> bytes:
         """Return the last ``COMPARED`` tokens of a slot and those before, int32."""
-        stop = int(self.counts(slot)) % CAPACITY
+        stop = int(self.counts(slot)) % _RING
         row = self._tokens[slot]
         parts = (row[stop - COMPARED : stop],) if stop >= COMPARED else (row[stop - COMPARED :], row[:stop])
         return b"".join(part.tobytes() for part in parts)
@@ -296,13 +297,13 @@ class SampledTokens:
         if not self._steps:
             return
         if len(self._steps) == 1:
-            place = (self._rows, self._counts[self._rows] % CAPACITY)
+            place = (self._rows, self._counts[self._rows] % _RING)
             self._tokens[place], self._logprobs[place] = self._steps.pop()
             self._counts[self._rows] += 1
             return
         tokens, logprobs = (np.stack(column, axis=1) for column in zip(*self._steps, strict=True))
         numbers = self._counts[self._rows][:, None] + np.arange(len(self._steps))
-        place = (self._rows[:, None], numbers % CAPACITY)
+        place = (self._rows[:, None], numbers % _RING)
         self._tokens[place] = tokens
         self._logprobs[place] = logprobs
         self._counts[self._rows] += len(self._steps)
