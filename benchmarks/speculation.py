@@ -55,22 +55,24 @@ class _Engine:
         self, prompts: Sequence[Int32Array], name: str, size: int, speculation: Speculation | None
     ) -> tuple[float, int]:
         """Return the CPU seconds of all answers, with or without drafts, and their tokens."""
-        started = time.process_time()
-        answers = self.play(prompts, name, size, speculation)
-        return time.process_time() - started, sum(len(response) for _, response in answers)
-
-    def play(
-        self,
-        prompts: Sequence[Int32Array],
-        name: str,
-        size: int,
-        speculation: Speculation | None = None,
-        *,
-        temperature: float = 1.0,
-    ) -> Answers:
-        """Answer prompts, ``size`` at once; ``name`` and the place of a prompt are the call's noise."""
         assert self._engine._thread is not None
         self._engine._thread.batch.speculation = speculation  # between calls
+
+        async def timed() -> tuple[float, int]:  # without the end of the run, at which asyncio prints its result
+            started = time.process_time()
+            answers = await self._answers(prompts, name, size)
+            return time.process_time() - started, sum(len(response) for _, response in answers)
+
+        return self._runner.run(timed())
+
+    def play(self, prompts: Sequence[Int32Array], name: str, *, temperature: float = 1.0) -> Answers:
+        """Answer prompts, all at once and without drafts."""
+        assert self._engine._thread is not None
+        self._engine._thread.batch.speculation = None
+        return self._runner.run(self._answers(prompts, name, SIZES[-1], temperature))
+
+    async def _answers(self, prompts: Sequence[Int32Array], name: str, size: int, temperature: float = 1.0) -> Answers:
+        """Answer prompts, ``size`` at once; ``name`` and the place of a prompt are the call's noise."""
         places, stops = asyncio.Semaphore(size), tuple(stop_token_ids())
 
         async def one(number: int) -> tuple[Int32Array, Int32Array]:
@@ -86,10 +88,7 @@ class _Engine:
                 chunks = [chunk.token_ids async for chunk in self._engine.generate(call)]
             return prompts[number], np.concatenate(chunks)
 
-        async def every() -> Answers:
-            return list(await asyncio.gather(*map(one, range(len(prompts)))))
-
-        return self._runner.run(every())
+        return list(await asyncio.gather(*map(one, range(len(prompts)))))
 
     def close(self) -> None:
         self._runner.run(self._engine.aclose())
@@ -132,9 +131,9 @@ def _load(engine: _Engine, size: int, calls: int, *, quick: bool, name: str = ""
     repeats = 1 if quick else min(_MOST_REPEATS, max(5, _REPEATED_CALLS // calls))
     histories: dict[str, Answers] = {"second epoch": [], "useless history": [], "siblings only": []}
     for member in range(4 if quick else _EPOCH_GROUP):
-        histories["second epoch"] += engine.play(prompts, f"before{member}", 64)
+        histories["second epoch"] += engine.play(prompts, f"before{member}")
         if member % _USELESS_LENGTH == 0:
-            useless = engine.play(prompts, f"before{member}", 64, temperature=_USELESS_TEMPERATURE)
+            useless = engine.play(prompts, f"before{member}", temperature=_USELESS_TEMPERATURE)
             histories["useless history"] += useless
     found: list[Measure] = []
     for kind, history in histories.items():

@@ -141,14 +141,23 @@ def test_prompts_with_responses_below_a_quarter_of_the_mean_draft_nothing():
     assert engine._courses[0].is_short
 
 
-def steps_of(engine: Speculation, rows: int, seconds: float, tokens: int, steps: int, *, new_plan: bool = False) -> str:
-    """Return ``d`` for every step with drafts, which takes ``seconds``, and ``.`` for every other, which takes 1 s."""
+def steps_of(
+    engine: Speculation,
+    rows: int,
+    seconds: float,
+    tokens: int,
+    steps: int,
+    *,
+    plain: float = 1.0,
+    new_plan: bool = False,
+) -> str:
+    """Return ``d`` for each step with drafts, which takes ``seconds``, and ``.`` for each other, of ``plain`` ones."""
     found = ""
     for _ in range(steps):
         rests = engine.rests(rows)
         drafting = not rests and engine.drafts_with(rows)
         if not rests:
-            taken = seconds if drafting else 1.0
+            taken = seconds if drafting else plain
             engine.measure(rows, rows * tokens if drafting else rows, taken, new_plan=new_plan and drafting)
         found += "d" if drafting else "."
     return found
@@ -157,14 +166,29 @@ def steps_of(engine: Speculation, rows: int, seconds: float, tokens: int, steps:
 def test_trials_that_do_not_pay_are_followed_by_longer_rests_and_the_next_trial():
     found = steps_of(Speculation(32, 256), rows=1, seconds=1.2, tokens=1, steps=24_000)
     rests = [len(rest) for rest in found.split("d") if len(rest) > 17]
-    # 17 plain steps come before a trial.
-    assert rests[:4] == [255 + 17, 1023 + 17, 4095 + 17, 4095 + 17]
+    # 17 plain steps come before a trial, and 5 behind it.
+    assert rests[:5] == [5 + rest - 1 + 17 for rest in (64, 256, 1024, 4096, 4096)]
     assert max(map(len, found.split("."))) == 32
 
 
 def test_drafts_that_pay_do_not_rest_and_plain_steps_are_measured_between_them():
     found = steps_of(Speculation(32, 256), rows=1, seconds=1.5, tokens=2, steps=4000)
-    assert found == ("." * 17 + ("d" * 128 + "." * 5) * 30)[:4000]
+    assert found == ("." * 17 + "d" * 32 + "." * 5 + ("d" * 128 + "." * 5) * 30)[:4000]
+
+
+def test_a_machine_that_slows_down_does_not_end_drafts_that_pay():
+    """Steps with drafts look twice as slow beside the plain ones before them, and not beside those after them."""
+    engine = Speculation(32, 256)
+    found = "".join(
+        steps_of(engine, rows=1, seconds=1.5 * slower, tokens=2, steps=40, plain=slower) for slower in (1, 2) * 20
+    )
+    assert max(map(len, found.split("d"))) == 17 and found.count("d") > 0.7 * len(found)
+
+
+def test_drafts_that_no_longer_pay_rest_soon():
+    engine = Speculation(32, 256)
+    steps_of(engine, rows=1, seconds=1.5, tokens=2, steps=1000)
+    assert "." * 64 in steps_of(engine, rows=1, seconds=1.5, tokens=1, steps=150)
 
 
 def test_useless_drafts_cost_less_than_two_percent_of_the_steps():
@@ -173,14 +197,14 @@ def test_useless_drafts_cost_less_than_two_percent_of_the_steps():
 
 def test_drafts_that_do_not_pay_rest_with_more_calls_and_not_with_fewer():
     engine = Speculation(32, 256)
-    steps_of(engine, rows=4, seconds=3.0, tokens=2, steps=30)
-    assert "d" not in steps_of(engine, rows=8, seconds=1.0, tokens=2, steps=200)
+    steps_of(engine, rows=4, seconds=3.0, tokens=2, steps=31)
+    assert "d" not in steps_of(engine, rows=8, seconds=1.0, tokens=2, steps=60)
     assert "d" in steps_of(engine, rows=2, seconds=1.0, tokens=2, steps=200)
 
 
 def test_drafts_whose_steps_all_make_a_plan_have_saved_nothing_and_rest():
     engine = Speculation(32, 256)
-    assert steps_of(engine, rows=1, seconds=0.1, tokens=2, steps=200, new_plan=True) == "." * 17 + "d" * 32 + "." * 151
+    assert steps_of(engine, rows=1, seconds=0.1, tokens=2, steps=120, new_plan=True) == "." * 17 + "d" * 32 + "." * 71
 
 
 def test_steps_of_more_rows_than_fit_draft_nothing():

@@ -161,7 +161,7 @@ class TierPlan:
 
     def begin(self) -> None:
         """Find which tokens of the cache each token of the step sees."""
-        torch.index_select(self._windows, 0, self._behind - self._last, out=self._masks)
+        torch.index_select(self._windows, 0, torch.rsub(self._last, self._behind), out=self._masks)
 
     def attend(self, multiply: Multiply, number: int, scale: float) -> None:
         """Write the keys and values of layer ``number`` and attend."""

@@ -7,7 +7,7 @@ measured seconds of both; else speculation rests, four times as long after every
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -36,8 +36,8 @@ _QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
 _PLAIN_STEPS, _TRIAL_STEPS = 16, 32
 """Plain steps before a trial of drafts, and steps of the trial, which must save seconds."""
-_DRAFTING_STEPS, _PLAIN_AGAIN, _NEWEST = 128, 4, 8
-"""Steps with drafts until plain ones are measured again, because a machine is not always as fast; these; those used."""
+_DRAFTING_STEPS, _PLAIN_AGAIN = 128, 4
+"""Steps of later blocks of drafts, and of plain steps between them."""
 _MOST_LOST, _MOST_GAINED = 8, 16
 """Plain steps whose seconds drafts may lose before they rest, beyond those that they have saved; and most of these."""
 _MARGIN = 1.02
@@ -46,7 +46,7 @@ _LEAST_CHANCE = 0.4
 """Chance below which a token is not drafted."""
 _LEARNING, _RECOVERY = 1 / 8, 1 / 64
 """Weight of one token in a chance; and of one draft that is left out, so that all are tried again."""
-_FIRST_REST, _LONGEST_REST = 1 << 8, 1 << 12
+_FIRST_REST, _LONGEST_REST = 1 << 6, 1 << 12
 """Plain steps after drafts that do not pay."""
 
 
@@ -69,19 +69,24 @@ class _Course:
 
 @dataclass(slots=True)
 class Gate:
-    """Decision to draft with similar numbers of running calls: plain steps are measured, then steps with drafts."""
+    """Decision to draft with similar numbers of running calls: every block of steps with drafts is judged beside the
+    plain steps before and after it, because a machine is not always as fast.
+    """
 
     drafting: bool = False
     on_trial: bool = True
-    """Whether fewer than ``_TRIAL_STEPS`` steps with drafts have come since the last rest."""
+    """Whether no block has been judged since the last rest."""
     steps: int = 0
     """Steps since ``drafting`` has changed."""
-    samples: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))
-    """Seconds of a token of the newest plain steps."""
+    samples: list[float] = field(default_factory=list)
+    """Seconds of a token of each plain step since then."""
     plain: float = 0.0
-    """Seconds of a token of plain steps."""
+    """Seconds of a token of the plain steps before the block; 0 before a trial."""
+    tokens: int = 0
+    seconds: float = 0.0
+    """Tokens and seconds of the block."""
     gained: float = 0.0
-    """Seconds that drafts have saved, at most those of ``_MOST_GAINED`` steps."""
+    """Seconds that drafts have saved, at most those of ``_MOST_GAINED`` plain steps."""
     rest: int = _FIRST_REST
     rests_until: int = 0
 
@@ -91,28 +96,44 @@ class Gate:
         One that has made a ``new_plan``, which later ones use again, does not count in a trial.
         """
         self.steps += 1
-        if not self.drafting:
-            if self.steps > 1:  # the first one prepares what the next ones use again
-                self.samples.append(seconds / tokens)
-            if self.steps > (_PLAIN_STEPS if self.on_trial else _PLAIN_AGAIN):
-                usual = 2 * median(self.samples)  # what takes longer is not a step's own
-                self.plain = fmean(min(each, usual) for each in self.samples)
-                self.drafting, self.steps = True, 0
+        if self.drafting:
+            usual = self.plain * rows
+            if not (new_plan and self.on_trial):
+                self.tokens += tokens
+                self.seconds += min(seconds, 4 * usual)  # what takes longer is not the step's own
+            enough = _TRIAL_STEPS if self.on_trial else _DRAFTING_STEPS
+            if self.steps == enough or self.gained + self._saved(self.plain) < -_MOST_LOST * usual:
+                self.drafting, self.steps = False, 0
             return False
-        usual = self.plain * rows
-        if not (new_plan and self.on_trial):
-            saved = self.plain * tokens / _MARGIN - min(seconds, 4 * usual)  # what takes longer is not the step's own
-            self.gained = min(self.gained + saved, _MOST_GAINED * usual)
-        on_trial, self.on_trial = self.on_trial, self.on_trial and self.steps < _TRIAL_STEPS
-        if self.gained < -_MOST_LOST * usual or (on_trial and not self.on_trial and self.gained <= 0):
-            self.drafting, self.steps, self.on_trial, self.gained = False, 0, True, 0.0
-            self.samples.clear()
-            self.rests_until = step + self.rest
-            self.rest = min(4 * self.rest, _LONGEST_REST)
-            return True
-        if self.steps == _DRAFTING_STEPS:
-            self.drafting, self.steps, self.rest = False, 0, _FIRST_REST
+        if self.steps > 1:  # the first one prepares what the next ones use again
+            self.samples.append(seconds / tokens)
+        if self.steps <= (_PLAIN_AGAIN if self.plain else _PLAIN_STEPS):
+            return False
+        most = 2 * median(self.samples)
+        plain = fmean(min(each, most) for each in self.samples)
+        if self.plain:
+            usual = (self.plain + plain) / 2
+            self.gained = min(self.gained + self._saved(usual), _MOST_GAINED * usual * rows)
+            if self.gained < -_MOST_LOST * usual * rows or (self.on_trial and self.gained <= 0):
+                self.put_off(step + self.rest)
+                self.rest = min(4 * self.rest, _LONGEST_REST)
+                return True
+            if not self.on_trial:
+                self.rest = _FIRST_REST
+            self.on_trial = False
+        self.drafting, self.steps, self.plain = True, 0, plain
+        self.samples, self.tokens, self.seconds = [], 0, 0.0
         return False
+
+    def put_off(self, until: int) -> None:
+        """Draft nothing before a step, and begin with a trial then."""
+        self.drafting, self.on_trial, self.steps, self.plain, self.gained = False, True, 0, 0.0, 0.0
+        self.samples, self.tokens, self.seconds = [], 0, 0.0
+        self.rests_until = max(self.rests_until, until)
+
+    def _saved(self, plain: float) -> float:
+        """Return the seconds that the block has saved, where a token of plain steps takes ``plain``."""
+        return plain * self.tokens / _MARGIN - self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +323,7 @@ class Speculation:
         gate = self.gates[number]
         if gate.measure(self._step, rows, tokens, seconds, new_plan=new_plan):
             for other in self.gates[number:]:  # the more calls, the less do drafts bring
-                other.rests_until = max(other.rests_until, gate.rests_until)
-                other.drafting, other.steps = False, 0
+                other.put_off(gate.rests_until)
 
 
 def next_length(length: int, drafted: int, accepted: int) -> int:
