@@ -6,7 +6,6 @@ of 150k). Both methods are equally robust: a token changes only if two candidate
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 

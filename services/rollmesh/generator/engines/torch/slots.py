@@ -4,7 +4,7 @@ A call keeps its slot until it ends, while rows of the cache move. ``SlotTable.a
 change of rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np

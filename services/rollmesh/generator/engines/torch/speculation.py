@@ -69,8 +69,10 @@ class _Course:
 
 @dataclass(slots=True)
 class Gate:
-    """Decision to draft with similar numbers of running calls: every block of steps with drafts is judged beside the
-    plain steps before and after it, because a machine is not always as fast.
+    """Decision to draft with similar numbers of running calls.
+
+    Every block of steps with drafts is judged beside the plain steps before and after it, because a machine is not
+    always as fast.
     """
 
     drafting: bool = False
