@@ -98,7 +98,10 @@ def _events(logs: Iterable[Path]) -> Iterator[tuple[str, int, float]]:
             name, version = record.get("event"), record.get("policy_version")
             if name not in (_TAKES_OVER, _TRAINED, _ANNOUNCED, _SERVED):
                 continue
-            time = datetime.fromisoformat(str(record["timestamp"])).timestamp()
+            try:
+                time = datetime.fromisoformat(str(record.get("timestamp"))).timestamp()
+            except ValueError:
+                continue  # a damaged line
             if name == _TAKES_OVER:
                 yield name, -1, time
             # A step whose policy has diverged publishes no version.

@@ -83,7 +83,9 @@ def test_a_delta_tells_what_the_object_store_got_and_an_evicted_version_is_not_c
 
 def write_log(folder: Path, name: str, *events: tuple[str, int | None, float], **fields: Any) -> None:
     """Append these events (name, policy version, seconds) with the fields to a log, and lines that are none."""
+    damaged = {"event": "policy_in_service", "policy_version": 1}
     lines = [json.dumps({"event": "other", "timestamp": at(0.0)}), "not JSON"]
+    lines += [json.dumps(damaged), json.dumps(damaged | {"timestamp": "2023-11=14T22:13:20"})]
     for event, version, seconds in events:
         lines.append(json.dumps({"event": event, "policy_version": version, "timestamp": at(seconds)} | fields))
     (folder / "logs").mkdir(parents=True, exist_ok=True)
