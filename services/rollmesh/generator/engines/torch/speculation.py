@@ -35,11 +35,11 @@ _PROMPTS = 1 << 16
 _QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
 _PLAIN_STEPS, _TRIAL_STEPS = 16, 32
-"""Plain steps before a trial of drafts, and steps of the trial, which must save seconds."""
+"""Plain steps before a trial of drafts, and steps of the trial."""
 _DRAFTING_STEPS, _PLAIN_AGAIN = 128, 4
 """Steps of later blocks of drafts, and of plain steps between them."""
-_MOST_LOST, _MOST_GAINED = 8, 16
-"""Plain steps whose seconds drafts may lose before they rest, beyond those that they have saved; and most of these."""
+_LEAST_GAINED, _MOST_LOST, _MOST_GAINED = 2, 8, 16
+"""Plain steps whose seconds a trial must save; that drafts may lose later, beyond those saved; and most of these."""
 _MARGIN = 1.02
 """Tokens a second over those of plain steps above which drafts save seconds."""
 _LEAST_CHANCE = 0.4
@@ -114,13 +114,14 @@ class Gate:
         most = 2 * median(self.samples)
         plain = fmean(min(each, most) for each in self.samples)
         if self.plain:
-            usual = (self.plain + plain) / 2
-            self.gained = min(self.gained + self._saved(usual), _MOST_GAINED * usual * rows)
-            if self.gained < -_MOST_LOST * usual * rows or (self.on_trial and self.gained <= 0):
+            average = (self.plain + plain) / 2
+            usual = average * rows
+            self.gained = min(self.gained + self._saved(average), _MOST_GAINED * usual)
+            if self.gained < (_LEAST_GAINED if self.on_trial else -_MOST_LOST) * usual:
                 self.put_off(step + self.rest)
                 self.rest = min(4 * self.rest, _LONGEST_REST)
                 return True
-            if not self.on_trial:
+            if self.gained == _MOST_GAINED * usual:
                 self.rest = _FIRST_REST
             self.on_trial = False
         self.drafting, self.steps, self.plain = True, 0, plain
