@@ -128,13 +128,23 @@ def test_every_slot_has_the_tokens_of_the_steps_in_which_it_had_a_row():
             sampled.append(tokens, logprobs)
             for slot, token, logprob in zip(rows, tokens, logprobs, strict=True):
                 known[slot].append((token, logprob))
+            if rng.random() < 0.3:  # a wide step, of whose tokens the first few are kept
+                shape = len(rows), int(rng.integers(2, 17))
+                wide, chances, counts = (
+                    rng.integers(0, 1000, shape),
+                    rng.random(shape, np.float32),
+                    rng.integers(1, 3, shape[0]),
+                )
+                sampled.append_uneven(counts, wide, chances)
+                for row, slot in enumerate(rows):
+                    known[slot] += list(zip(wide[row], chances[row], strict=True))[: counts[row]]
         slots = rng.permutation(SLOTS)
         assert sampled.counts(slots).tolist() == [len(known[slot]) for slot in slots]
         slot = int(slots[0])
         if rng.random() < 0.1:
             sampled.reset(slot, np.empty(0, np.int32))
             known[slot], delivered[slot] = [], 0
-        start = max(delivered[slot], len(known[slot]) - CAPACITY)
+        start = max(delivered[slot], len(known[slot]) - CAPACITY)  # wide steps write over none of these
         token_ids, logprobs = sampled.since(slot, start)
         assert list(zip(token_ids, logprobs, strict=True)) == known[slot][start:]
         delivered[slot] = len(known[slot])

@@ -38,7 +38,7 @@ _PLAIN_STEPS, _TRIAL_STEPS = 16, 32
 """Plain steps before a trial of drafts, and steps of the trial."""
 _DRAFTING_STEPS, _PLAIN_AGAIN = 128, 4
 """Steps of later blocks of drafts, and of plain steps between them."""
-_LEAST_GAINED, _MOST_LOST, _MOST_GAINED = 2, 8, 16
+_LEAST_GAINED, _MOST_LOST, _MOST_GAINED = 4, 16, 48
 """Plain steps whose seconds a trial must save; that drafts may lose later, beyond those saved; and most of these."""
 _MARGIN = 1.02
 """Tokens a second over those of plain steps above which drafts save seconds."""
