@@ -154,7 +154,8 @@ def steps_of(
     """Return ``d`` for each step with drafts, which takes ``seconds``, and ``.`` for each other, of ``plain`` ones."""
     found = ""
     for _ in range(steps):
-        rests = engine.rests(rows)
+        step = engine._step + 1
+        rests = step < engine.begin_step(step, rows)
         drafting = not rests and engine.drafts_with(rows)
         if not rests:
             taken = seconds if drafting else plain
@@ -224,7 +225,7 @@ def proposal(
     recent = [np.array([0] * 32 + said, np.int32)[-32:].tobytes() for said in answers]
     table = SimpleNamespace(recent=recent.__getitem__, room=lambda slots: np.resize(room, rows))
     order = SimpleNamespace(slots=np.arange(rows), steps_left=min(room))
-    engine.rests(rows)
+    engine.begin_step(engine._step + 1, rows)
     return engine.propose(order, [said[-1] for said in answers], table, places)  # type: ignore[arg-type]
 
 

@@ -75,6 +75,10 @@ class RunningBatch:
         """Slots of all rows of the cache, in order, while ``_order`` is valid."""
         self._widths = np.zeros(0, np.int64)
         """Widths of all rows, while ``_order`` is valid."""
+        self._rests_until = 0
+        """Step before which speculation is not asked for drafts; valid while ``_order`` is."""
+        self._rested_from: int | None = None
+        """Step since which it rests."""
         self._held: dict[RunningCall, float] = {}
         """Calls held because their callers are late to save, with the start of the hold (monotonic seconds)."""
         self._prefixes: dict[int, Prefix] = {}
@@ -97,8 +101,14 @@ class RunningBatch:
     def step(self) -> None:
         """Sample a token, or several, for every active call and emit the chunks due; requires an active call."""
         order, speculation = self._arranged(), self.speculation
+        if speculation is None or self.decode_steps < self._rests_until:
+            self._plain_step(order)
+            return
+        self._end_rest(order)
         rows = len(order.slots)
-        if speculation is None or speculation.rests(rows):
+        self._rests_until = speculation.begin_step(self.decode_steps, rows)
+        if self.decode_steps < self._rests_until:
+            self._rested_from = self.decode_steps
             self._plain_step(order)
             return
         started, before, plans = speculation.clock(), self.counters.generated_token_total, self._stepper.plan_count
@@ -111,6 +121,12 @@ class RunningBatch:
         tokens = self.counters.generated_token_total - before
         new_plan = self._stepper.plan_count > plans
         speculation.measure(rows, tokens, speculation.clock() - started, new_plan=new_plan)
+
+    def _end_rest(self, order: RowOrder) -> None:
+        """Count the steps in which speculation has rested, if it has; ask it before the next one."""
+        if self.speculation is not None and self._rested_from is not None:
+            self.speculation.rested(len(order.slots), self.decode_steps - self._rested_from)
+        self._rested_from, self._rests_until = None, 0
 
     def _arranged(self) -> RowOrder:
         """Return the order of the active calls' rows, which lasts until rows change."""
@@ -415,6 +431,7 @@ class RunningBatch:
         """Write the state in row order back to the slots before rows move."""
         if self._order is not None:
             self.slots.last_tokens[self._order.slots] = self._tokens.cpu().numpy()
+            self._end_rest(self._order)
             self._order = None
             self._planned_steps = 0
             self._stepper.release()

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from sys import maxsize
 
 from rollmesh.generator.engines.engine_protocol import RUNNING_BOUNDS, SpeculationCounters
 from rollmesh.generator.engines.torch.drafts import Drafts
@@ -227,15 +228,19 @@ class Speculation:
         self._lengths.clear()
         self._length_sum = 0.0
 
-    def rests(self, rows: int) -> bool:
-        """Begin a step of ``rows`` calls; tell whether it is a plain one that need not be measured."""
+    def begin_step(self, step: int, rows: int) -> int:
+        """Begin a step of ``rows`` calls; return the first one that may draft or be measured with so many."""
+        self._step = step
+        return self.gates[_class_of(rows)].rests_until if rows * WIDTHS[0] <= self.most_tokens else maxsize
+
+    def rested(self, rows: int, steps: int) -> None:
+        """Count plain steps of ``rows`` calls that were not measured."""
+        self._count(rows, steps * rows, steps)
+
+    def _count(self, rows: int, tokens: int, steps: int = 1) -> None:
         number = _class_of(rows)
-        self._step += 1
-        if self._step >= self.gates[number].rests_until and rows * WIDTHS[0] <= self.most_tokens:
-            return False
-        self._row_steps[number] += rows
-        self._row_tokens[number] += rows
-        return True
+        self._row_steps[number] += steps * rows
+        self._row_tokens[number] += tokens
 
     def drafts_with(self, rows: int) -> bool:
         """Tell whether the step of ``rows`` calls that has begun may use drafts."""
@@ -320,9 +325,8 @@ class Speculation:
 
     def measure(self, rows: int, tokens: int, seconds: float, *, new_plan: bool = False) -> None:
         """Record the seconds of a step of ``rows`` calls that has sampled ``tokens``; see ``Gate.measure``."""
+        self._count(rows, tokens)
         number = _class_of(rows)
-        self._row_steps[number] += rows
-        self._row_tokens[number] += tokens
         gate = self.gates[number]
         if gate.measure(self._step, rows, tokens, seconds, new_plan=new_plan):
             for other in self.gates[number:]:  # the more calls, the less do drafts bring
