@@ -58,7 +58,9 @@ class _Engine:
         assert self._engine._thread is not None
         self._engine._thread.batch.speculation = speculation  # between calls
 
-        async def timed() -> tuple[float, int]:  # without the end of the run, at which asyncio prints its result
+        async def timed() -> tuple[
+            float, int
+        ]:  # without the end of the run, where signal.getsignal makes a text of the result
             started = time.process_time()
             answers = await self._answers(prompts, name, size)
             return time.process_time() - started, sum(len(response) for _, response in answers)

@@ -154,12 +154,13 @@ def steps_of(
     """Return ``d`` for each step with drafts, which takes ``seconds``, and ``.`` for each other, of ``plain`` ones."""
     found = ""
     for _ in range(steps):
-        step = engine._step + 1
-        rests = step < engine.begin_step(step, rows)
+        rests = engine.begin_step(rows)
         drafting = not rests and engine.drafts_with(rows)
         if not rests:
             taken = seconds if drafting else plain
             engine.measure(rows, rows * tokens if drafting else rows, taken, new_plan=new_plan and drafting)
+        else:
+            engine.rested(rows, 1)
         found += "d" if drafting else "."
     return found
 
@@ -168,7 +169,7 @@ def test_trials_that_do_not_pay_are_followed_by_longer_rests_and_the_next_trial(
     found = steps_of(Speculation(32, 256), rows=1, seconds=1.2, tokens=1, steps=24_000)
     rests = [len(rest) for rest in found.split("d") if len(rest) > 17]
     # 17 plain steps come before a trial, and 5 behind it.
-    assert rests[:5] == [5 + rest - 1 + 17 for rest in (64, 256, 1024, 4096, 4096)]
+    assert rests[:5] == [5 + rest + 17 for rest in (64, 256, 1024, 4096, 4096)]
     assert max(map(len, found.split("."))) == 32
 
 
@@ -184,6 +185,28 @@ def test_a_machine_that_slows_down_does_not_end_drafts_that_pay():
         steps_of(engine, rows=1, seconds=1.5 * slower, tokens=2, steps=40, plain=slower) for slower in (1, 2) * 20
     )
     assert max(map(len, found.split("d"))) == 17 and found.count("d") > 0.7 * len(found)
+
+
+def test_one_very_slow_step_ends_no_drafts_that_pay():
+    engine = Speculation(32, 256)
+    steps_of(engine, rows=1, seconds=1.5, tokens=2, steps=500)
+    slow = steps_of(engine, rows=1, seconds=500.0, tokens=2, plain=500.0, steps=1)
+    assert max(map(len, (slow + steps_of(engine, rows=1, seconds=1.5, tokens=2, steps=500)).split("d"))) == 5
+
+
+def test_useless_drafts_rest_though_fewer_and_fewer_calls_are_running():
+    """A step of fewer calls takes as long: drafts have not saved what calls that have ended take no longer."""
+    engine = Speculation(32, 256)
+    found = "".join(steps_of(engine, rows=rows, seconds=1.1, tokens=1, steps=20) for rows in range(64, 32, -1))
+    assert found.count("d") == 3 * 32  # three trials
+
+
+def test_drafts_that_have_saved_much_rest_for_a_short_time_first():
+    engine = Speculation(32, 256)
+    steps_of(engine, rows=1, seconds=1.2, tokens=1, steps=2000)  # the next rest has 4096 steps
+    steps_of(engine, rows=1, seconds=1.5, tokens=2, steps=5000)
+    found = steps_of(engine, rows=1, seconds=1.5, tokens=1, steps=400)
+    assert 64 + 17 in {len(rest) - 5 for rest in found.split("d")}
 
 
 def test_drafts_that_no_longer_pay_rest_soon():
@@ -225,7 +248,7 @@ def proposal(
     recent = [np.array([0] * 32 + said, np.int32)[-32:].tobytes() for said in answers]
     table = SimpleNamespace(recent=recent.__getitem__, room=lambda slots: np.resize(room, rows))
     order = SimpleNamespace(slots=np.arange(rows), steps_left=min(room))
-    engine.begin_step(engine._step + 1, rows)
+    engine.begin_step(rows)
     return engine.propose(order, [said[-1] for said in answers], table, places)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rollmesh.generator.engines.call_limits import Backlog
 from rollmesh.generator.engines.torch.architecture import Architecture, Rope
 from rollmesh.generator.engines.torch.decoder_model import prefill_batches
+from rollmesh.generator.engines.torch.drafts import COMPARED
 from rollmesh.generator.engines.torch.kernels import NumpyMultiply, TorchMultiply, fastest_multiply
 from rollmesh.generator.engines.torch.kv_cache import KvCache, tier_widths
 from rollmesh.generator.engines.torch.model_thread import peak_tokens, remaining_estimate
@@ -120,6 +121,7 @@ def test_every_slot_has_the_tokens_of_the_steps_in_which_it_had_a_row():
     sampled = SampledTokens(SLOTS)
     known: list[list[tuple[int, float]]] = [[] for _ in range(SLOTS)]
     delivered = [0] * SLOTS
+    contexts: list[list[int]] = [[] for _ in range(SLOTS)]
     for _ in range(200):
         rows = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)]
         sampled.arrange(rows)
@@ -142,8 +144,11 @@ def test_every_slot_has_the_tokens_of_the_steps_in_which_it_had_a_row():
         assert sampled.counts(slots).tolist() == [len(known[slot]) for slot in slots]
         slot = int(slots[0])
         if rng.random() < 0.1:
-            sampled.reset(slot, np.empty(0, np.int32))
-            known[slot], delivered[slot] = [], 0
+            before = rng.integers(1, 1000, rng.integers(0, COMPARED + 1)).astype(np.int32)
+            sampled.reset(slot, before)
+            known[slot], delivered[slot], contexts[slot] = [], 0, before.tolist()
+        said = [0] * COMPARED + contexts[slot] + [token for token, _ in known[slot]]
+        assert np.frombuffer(sampled.newest(slot), np.int32).tolist() == said[-COMPARED:]
         start = max(delivered[slot], len(known[slot]) - CAPACITY)  # wide steps write over none of these
         token_ids, logprobs = sampled.since(slot, start)
         assert list(zip(token_ids, logprobs, strict=True)) == known[slot][start:]

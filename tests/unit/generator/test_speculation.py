@@ -232,7 +232,7 @@ async def test_an_engine_whose_drafts_bring_nothing_stops_to_use_them_and_one_wh
     """A step takes one tick of the clock, plain or wide; 12 answers of 230 tokens, of one call at a time."""
     drafted, steps, rested = {}, {}, {}
     for right in (True, False):
-        plain, engine = await engine_of(slots=2), await engine_of(slots=2, speculation="history")
+        plain, engine = await engine_of("qwen3", slots=2), await engine_of("qwen3", slots=2, speculation="history")
         engine._thread.batch.speculation.clock = count().__next__
         calls = [make_call(f"t{i}", prompt_ids(i), max_new_token_count=230) for i in range(4)]
         wanted = [await collect(plain, call) for call in calls]

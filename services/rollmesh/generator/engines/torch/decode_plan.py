@@ -49,9 +49,10 @@ class StepBuffers:
         self.rows = torch.arange(row_count * arch.kv_head_count, device=like.device)
         self.counters = torch.zeros_like(self.rows)
         """Position of every token and kv head of the current step."""
-        self._counters = self.counters.numpy() if like.device.type == "cpu" else None
+        self._in_numpy = self.counters.numpy() if like.device.type == "cpu" else None
         self.seen = like.new_empty(row_count * longest)
         """Additive masks of the tokens of the current step: 0 at the tokens up to its own, -inf behind it."""
+        self.longest = longest
         self.hidden = torch.cat((like.new_zeros(longest), like.new_full((longest,), -torch.inf)))
         """Windows of it are masks."""
         self._views: dict[int, TokenViews] = {}
@@ -60,8 +61,8 @@ class StepBuffers:
     def place(self, positions: Int64Array) -> None:
         """Set the positions of the next step's tokens, [tokens]."""
         by_head = positions.repeat(self.arch.kv_head_count)
-        if self._counters is not None:  # a third of the time of a copy by torch
-            self._counters[: len(by_head)] = by_head
+        if self._in_numpy is not None:  # a third of the time of a copy by torch
+            self._in_numpy[: len(by_head)] = by_head
         else:
             self.counters[: len(by_head)].copy_(torch.from_numpy(by_head))
 
@@ -152,7 +153,7 @@ class TierPlan:
         self.scores, self.shares = buffers.scores(used, group * width, span)  # [n, g * w, span] each, and softmax
         self.scores_op, self.shares_op = op(self.scores), op(self.shares)
         self.by_token = self.scores.view(rows, heads * group, width, span)
-        longest, first = len(buffers.hidden) // 2, tokens.start * len(buffers.hidden) // 2
+        longest, first = buffers.longest, tokens.start * buffers.longest
         self._masks = buffers.seen[first : first + rows * width * span].view(-1, span)
         self._seen = self._masks.view(rows, 1, width, span)
         self._windows = buffers.hidden.as_strided((longest, span), (1, 1))  # the last one hides all but the first token

@@ -74,7 +74,7 @@ class Stepper:
         self._kept: OrderedDict[PlanKey, DecodePlan | TierPlan | _StaticStep] = cache.views
         """Padded steps; or plans of single tiers, as most combinations of tiers come once, and of combinations."""
         self.plan_count = 0
-        """Plans of single tiers, and padded steps, that have been made."""
+        """Plans of single tiers, padded steps, and captures of these that have been made."""
         self._current: DecodePlan | _StaticStep | None = None
         self._live: Tensor | None = None
         """Tokens of a padded step that are in use, int64; None if all are."""
@@ -125,6 +125,7 @@ class Stepper:
         assert step is not None
         if isinstance(step, DecodePlan):
             return self._model.decode(tokens, step)
+        self.plan_count += step.captures_next
         if live is None:
             return step.run(tokens)
         return step.run(step.tokens.index_copy_(0, live, tokens)).index_select(0, live)
@@ -195,6 +196,11 @@ class _StaticStep:
         self._work: Callable[[], object] = lambda: model.decode(tokens, plan)
         self._capture = capture
         self._ran = False
+
+    @property
+    def captures_next(self) -> bool:
+        """Whether the next run captures."""
+        return self._ran and self._capture is not None
 
     def run(self, tokens: Tensor) -> Tensor:
         """Decode ``tokens`` [padded rows * width], which may be ``self.tokens``; returns logits [tokens, vocab].

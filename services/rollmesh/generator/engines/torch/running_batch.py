@@ -106,9 +106,8 @@ class RunningBatch:
             return
         self._end_rest(order)
         rows = len(order.slots)
-        self._rests_until = speculation.begin_step(self.decode_steps, rows)
-        if self.decode_steps < self._rests_until:
-            self._rested_from = self.decode_steps
+        if resting := speculation.begin_step(rows):
+            self._rested_from, self._rests_until = self.decode_steps, self.decode_steps + resting
             self._plain_step(order)
             return
         started, before, plans = speculation.clock(), self.counters.generated_token_total, self._stepper.plan_count

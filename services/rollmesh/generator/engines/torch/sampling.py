@@ -124,7 +124,7 @@ class RowOrder:
     slots: Int64Array  # [rows]
     stops: Int64Array  # [rows, most stop ids], -1 where unused
     common_stops: tuple[np.int64, ...] | None
-    """Stop ids of every row, None if they differ; compared without a second dimension."""
+    """The few stop ids of every row, compared without a second dimension; None if rows differ, or have none or many."""
     sampling: StepSampling
     steps_left: int
     """Steps until the next chunk is due or a budget ends."""
@@ -167,7 +167,7 @@ class RowOrder:
         return torch.from_numpy(self.ahead.take(first + np.arange(width))).view(-1, 1).to(self.device)
 
     def advance(self, counts: Int64Array, most: int) -> None:
-        """Move on by so many, at ``most``, of the tokens of each row whose numbers ``noise_of`` has returned."""
+        """Move on by the ``counts`` tokens of each row that are kept, ``most`` the largest of them."""
         self.used = self.used + counts[:, None]
         self.most_used += most
 

@@ -22,6 +22,8 @@ CAPACITY = 256
 """Number of undelivered tokens that a slot can hold; also the longest chunk."""
 _RING = CAPACITY + COMPARED
 """Places for tokens of a slot: also for those of a wide step that are not kept, fewer than ``COMPARED``."""
+_FEW_STOPS = 2
+"""Most stop ids that are compared one by one; one comparison of more in two dimensions is faster."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -207,12 +209,13 @@ class SlotTable:
         """Gather the arrays in the order of ``slots`` (the rows of the cache)."""
         self._sampled.arrange(slots)
         stops = self._stops[slots]
+        common = stops[0][stops[0] >= 0]
         sampling = self.sampling_of(slots)
         self._keeping = slots[sampling.keeping]
         return RowOrder(
             slots=slots,
             stops=stops,
-            common_stops=tuple(stops[0]) if (stops == stops[0]).all() else None,
+            common_stops=tuple(common) if 1 <= len(common) <= _FEW_STOPS and (stops == stops[0]).all() else None,
             sampling=sampling,
             steps_left=self.steps_left(slots),
             keys=self._keys[slots],
@@ -262,6 +265,7 @@ class SampledTokens:
 
     def append_uneven(self, counts: Int64Array, tokens: Int64Array, logprobs: Float32Array) -> None:
         """Append the first ``counts`` tokens of each row, [rows, tokens]; those behind them are overwritten later."""
+        assert tokens.shape[1] <= COMPARED
         self._store()
         place = (self._rows[:, None], (self._counts[self._rows][:, None] + np.arange(tokens.shape[1])) % _RING)
         self._tokens[place] = tokens

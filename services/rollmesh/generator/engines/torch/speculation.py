@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from sys import maxsize
 
 from rollmesh.generator.engines.engine_protocol import RUNNING_BOUNDS, SpeculationCounters
 from rollmesh.generator.engines.torch.drafts import Drafts
@@ -36,19 +35,21 @@ _PROMPTS = 1 << 16
 _QUIET_MISSES, _LONGEST_QUIET = 16, 32
 """Look-ups in a row that find nothing, after which a call skips steps; and the most steps that it skips."""
 _PLAIN_STEPS, _TRIAL_STEPS = 16, 32
-"""Plain steps before a trial of drafts, and steps of the trial."""
+"""Plain steps before a trial of drafts, and most steps of the trial."""
 _DRAFTING_STEPS, _PLAIN_AGAIN = 128, 4
-"""Steps of later blocks of drafts, and of plain steps between them."""
+"""Most steps of later blocks of drafts, and plain steps between them."""
 _LEAST_GAINED, _MOST_LOST, _MOST_GAINED = 4, 16, 48
-"""Plain steps whose seconds a trial must save; that drafts may lose later, beyond those saved; and most of these."""
+"""Plain steps whose seconds a trial must save; that drafts may lose beyond those saved; and most that count as saved."""
 _MARGIN = 1.02
-"""Tokens a second over those of plain steps above which drafts save seconds."""
+"""Tokens a second over those of plain steps above which drafts count as saving seconds."""
 _LEAST_CHANCE = 0.4
 """Chance below which a token is not drafted."""
 _LEARNING, _RECOVERY = 1 / 8, 1 / 64
 """Weight of one token in a chance; and of one draft that is left out, so that all are tried again."""
 _FIRST_REST, _LONGEST_REST = 1 << 6, 1 << 12
 """Plain steps after drafts that do not pay."""
+_UNCOUNTED = 64
+"""Most of them until the counters know."""
 
 
 @dataclass(slots=True)
@@ -72,72 +73,70 @@ class _Course:
 class Gate:
     """Decision to draft with similar numbers of running calls.
 
-    Every block of steps with drafts is judged beside the plain steps before and after it, because a machine is not
-    always as fast.
+    Plain steps are measured, then a block of steps with drafts, then plain steps again, and so on. Every block is
+    judged beside the plain steps before and after it, because a machine is not always as fast. The first block after a
+    rest is a trial.
     """
 
     drafting: bool = False
+    """Whether a block is running, and not plain steps."""
     on_trial: bool = True
-    """Whether no block has been judged since the last rest."""
     steps: int = 0
-    """Steps since ``drafting`` has changed."""
+    """Steps of the block, or of the plain steps that are measured."""
     samples: list[float] = field(default_factory=list)
-    """Seconds of a token of each plain step since then."""
-    plain: float = 0.0
-    """Seconds of a token of the plain steps before the block; 0 before a trial."""
-    tokens: int = 0
+    """Seconds of these plain steps, without the first one, which prepares what the next ones use again."""
+    plain: float | None = None
+    """Seconds of a plain step before the block; None before a trial."""
+    tokens: float = 0.0
+    """Tokens of a call in the block: the plain steps that would have sampled them."""
     seconds: float = 0.0
-    """Tokens and seconds of the block."""
+    """Seconds of the block."""
     gained: float = 0.0
-    """Seconds that drafts have saved, at most those of ``_MOST_GAINED`` plain steps."""
+    """Plain steps whose seconds the blocks have saved, at most ``_MOST_GAINED``."""
     rest: int = _FIRST_REST
     rests_until: int = 0
 
-    def measure(self, step: int, rows: int, tokens: int, seconds: float, *, new_plan: bool) -> bool:
-        """Record a step; tell whether the drafts do not pay and rest now.
+    def measure(self, step: int, tokens: float, seconds: float, *, new_plan: bool) -> bool:
+        """Record a step with so many ``tokens`` of a call; tell whether the drafts do not pay and rest now.
 
-        One that has made a ``new_plan``, which later ones use again, does not count in a trial.
+        One that has made a ``new_plan``, which later ones use again, saves and costs nothing in a trial.
         """
         self.steps += 1
-        if self.drafting:
-            usual = self.plain * rows
+        if self.drafting and self.plain is not None:
             if not (new_plan and self.on_trial):
                 self.tokens += tokens
-                self.seconds += min(seconds, 4 * usual)  # what takes longer is not the step's own
+                self.seconds += min(seconds, 4 * self.plain)  # what takes longer is not the step's own
             enough = _TRIAL_STEPS if self.on_trial else _DRAFTING_STEPS
-            if self.steps == enough or self.gained + self._saved(self.plain) < -_MOST_LOST * usual:
+            if self.steps == enough or self.gained + self._saved(self.plain) < -_MOST_LOST:
                 self.drafting, self.steps = False, 0
             return False
-        if self.steps > 1:  # the first one prepares what the next ones use again
-            self.samples.append(seconds / tokens)
-        if self.steps <= (_PLAIN_AGAIN if self.plain else _PLAIN_STEPS):
+        if self.steps > 1:
+            self.samples.append(seconds)
+        if self.steps <= (_PLAIN_STEPS if self.plain is None else _PLAIN_AGAIN):
             return False
         most = 2 * median(self.samples)
         plain = fmean(min(each, most) for each in self.samples)
-        if self.plain:
-            average = (self.plain + plain) / 2
-            usual = average * rows
-            self.gained = min(self.gained + self._saved(average), _MOST_GAINED * usual)
-            if self.gained < (_LEAST_GAINED if self.on_trial else -_MOST_LOST) * usual:
+        if self.plain is not None:
+            self.gained = min(self.gained + self._saved((self.plain + plain) / 2), _MOST_GAINED)
+            if self.gained < (_LEAST_GAINED if self.on_trial else -_MOST_LOST):
                 self.put_off(step + self.rest)
                 self.rest = min(4 * self.rest, _LONGEST_REST)
                 return True
-            if self.gained == _MOST_GAINED * usual:
+            if self.gained == _MOST_GAINED:
                 self.rest = _FIRST_REST
             self.on_trial = False
-        self.drafting, self.steps, self.plain = True, 0, plain
-        self.samples, self.tokens, self.seconds = [], 0, 0.0
+        self.drafting, self.steps, self.samples, self.plain, self.tokens, self.seconds = True, 0, [], plain, 0.0, 0.0
         return False
 
     def put_off(self, until: int) -> None:
         """Draft nothing before a step, and begin with a trial then."""
-        self.drafting, self.on_trial, self.steps, self.plain, self.gained = False, True, 0, 0.0, 0.0
-        self.samples, self.tokens, self.seconds = [], 0, 0.0
+        self.drafting, self.on_trial, self.steps, self.samples, self.plain = False, True, 0, [], None
+        self.tokens, self.seconds, self.gained = 0.0, 0.0, 0.0
         self.rests_until = max(self.rests_until, until)
 
     def _saved(self, plain: float) -> float:
-        """Return the seconds that the block has saved, where a token of plain steps takes ``plain``."""
-        return plain * self.tokens / _MARGIN - self.seconds
+        """Return the plain steps that the block has saved, where one takes ``plain`` seconds."""
+        return self.tokens / _MARGIN - self.seconds / plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,13 +227,19 @@ class Speculation:
         self._lengths.clear()
         self._length_sum = 0.0
 
-    def begin_step(self, step: int, rows: int) -> int:
-        """Begin a step of ``rows`` calls; return the first one that may draft or be measured with so many."""
-        self._step = step
-        return self.gates[_class_of(rows)].rests_until if rows * WIDTHS[0] <= self.most_tokens else maxsize
+    def begin_step(self, rows: int) -> int:
+        """Begin a step of ``rows`` calls; or return the plain ones that come instead and are not measured."""
+        resting = self.gates[_class_of(rows)].rests_until - self._step
+        if rows * WIDTHS[0] > self.most_tokens:
+            resting = _UNCOUNTED
+        if resting > 0:
+            return min(resting, _UNCOUNTED)
+        self._step += 1
+        return 0
 
     def rested(self, rows: int, steps: int) -> None:
         """Count plain steps of ``rows`` calls that were not measured."""
+        self._step += steps
         self._count(rows, steps * rows, steps)
 
     def _count(self, rows: int, tokens: int, steps: int = 1) -> None:
@@ -328,7 +333,7 @@ class Speculation:
         self._count(rows, tokens)
         number = _class_of(rows)
         gate = self.gates[number]
-        if gate.measure(self._step, rows, tokens, seconds, new_plan=new_plan):
+        if gate.measure(self._step, tokens / rows, seconds, new_plan=new_plan):
             for other in self.gates[number:]:  # the more calls, the less do drafts bring
                 other.put_off(gate.rests_until)
 
