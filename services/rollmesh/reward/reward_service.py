@@ -71,7 +71,7 @@ class RewardService:
             context.set_details(f"bytes: {self._byte_count} of {MOST_BYTES} are in progress; retry later")
             return
         try:
-            items = score_items(request)
+            items = score_items(request, MOST_ITEMS)
             heads = [score_item_head(item) for item in items] if len(items) <= free_items else []
         except DataError as error:
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)

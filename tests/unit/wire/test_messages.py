@@ -1,7 +1,6 @@
 """Messages on the wire: what is encoded is decoded, and malformed bytes name their field."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -40,7 +39,7 @@ from rollmesh.wire.generation_client import (
     request_from_pb,
     request_to_pb,
 )
-from rollmesh.wire.reward_messages import ScoreItemHead, score_item_head, score_item_to_pb, score_items
+from rollmesh.wire.reward_messages import ScoreItemHead, bytes_fields, score_item_head, score_item_to_pb, score_items
 
 ODD = trajectory_pb2.Tensor(dtype=trajectory_pb2.DTYPE_INT32, data=b"abc")
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -285,7 +284,7 @@ def item_of(trajectory_id: str, verifier: str, traceparent: str) -> reward_servi
 @given(st.lists(st.tuples(NAMES, NAMES, NAMES), max_size=5))
 def test_items_and_their_heads_are_those_that_were_encoded(heads: list[tuple[str, str, str]]) -> None:
     items = [item_of(*head) for head in heads]
-    found = score_items(reward_service_pb2.ScoreRequest(items=items).SerializeToString())
+    found = score_items(reward_service_pb2.ScoreRequest(items=items).SerializeToString(), 100)
     assert [reward_service_pb2.ScoreItem.FromString(item) for item in found] == items
     expected = [ScoreItemHead(trajectory_id=t, verifier=v, traceparent=p) for t, v, p in heads]
     assert [score_item_head(item) for item in found] == expected
@@ -294,14 +293,22 @@ def test_items_and_their_heads_are_those_that_were_encoded(heads: list[tuple[str
 @given(st.binary(max_size=200))
 def test_any_bytes_are_items_or_an_error_of_ours(data: bytes) -> None:
     try:
-        for item in score_items(data):
+        for item in score_items(data, 100):
             score_item_head(item)
     except DataError:
         return
 
 
-@pytest.mark.parametrize("data", [b"\x0a\x05abc", b"\x0b", b"\xff" * 30, b"\x09abc"])
-@pytest.mark.parametrize("read", [score_items, score_item_head])
-def test_bytes_that_are_no_message_are_an_error(read: Callable[[bytes], object], data: bytes) -> None:
-    with pytest.raises(DataError, match="Error parsing message"):
-        read(data)
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x0a\x00" * 4, "more than 3 fields in a message of 8 bytes"),
+        (b"\x0a\x05abc", "a field of 5 bytes ends after the message"),
+        (b"\x0b", "wire type 3 is unknown"),
+        (b"\xff" * 30, "a number does not end"),
+        (b"\x09abc", "a field of 8 bytes ends after the message"),
+    ],
+)
+def test_bytes_that_are_no_message_are_an_error(data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(bytes_fields(data, 3))
