@@ -39,7 +39,7 @@ _PLAIN_STEPS, _TRIAL_STEPS = 16, 32
 _DRAFTING_STEPS, _PLAIN_AGAIN = 128, 4
 """Most steps of later blocks of drafts, and plain steps between them."""
 _LEAST_GAINED, _MOST_LOST, _MOST_GAINED = 4, 16, 48
-"""Plain steps whose seconds a trial must save; that drafts may lose beyond those saved; and most that count as saved."""
+"""Plain steps whose seconds a trial must save; that drafts may lose beyond those saved; and most kept as saved."""
 _MARGIN = 1.02
 """Tokens a second over those of plain steps above which drafts count as saving seconds."""
 _LEAST_CHANCE = 0.4
