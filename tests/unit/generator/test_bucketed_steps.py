@@ -119,10 +119,13 @@ def test_one_static_step_serves_every_set_of_rows_in_its_buckets(bench_of):
     stepper = bench.stepper(lambda work: captured.append(work) or work)
     lengths = [5, 17, 30]
     rows = bench.fill(lengths)
+    made = []
     for _ in range(3):
         stepper.prepare(rows)
         stepper.logits(bench.tokens(0, 3))
         stepper.release()
+        made.append(stepper.plan_count)
+    assert made == [1, 2, 2]  # the second run captures
     bench.cache.add(3, 4)  # four rows: the same bucket
     stepper.prepare(np.append(rows, 4))
     stepper.logits(bench.tokens(0, 4))
