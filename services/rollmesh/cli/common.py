@@ -3,10 +3,11 @@
 import asyncio
 import errno
 import importlib
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -73,6 +74,10 @@ def clear_errors(status: int = EXIT_ERROR) -> Iterator[None]:
         # Files are named by their writers (``file_writes``).
         full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         _print_error(f"standard output or error: {error}" if full else str(error))
+        if full:
+            # Python would try to write the rest at its exit, and fail with a status of its own.
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_ERROR) from error
     except KeyboardInterrupt as stopped:
         raise typer.Exit(EXIT_STOPPED) from stopped

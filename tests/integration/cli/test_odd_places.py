@@ -144,8 +144,13 @@ def test_a_command_on_a_full_disk_names_the_path(
 def test_output_that_has_no_room_is_named_as_such() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "rollmesh", "sim", "--set", "trainer.train_steps=2"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "No space left on device" in done.stderr and "standard output" in done.stderr
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        done = subprocess.run(
+            command, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 2 and done.stderr.splitlines() == [
+        "error standard output or error: [Errno 28] No space left on device"
+    ]
 
 
 def typed(answer: str, *words: str) -> tuple[int, str]:
