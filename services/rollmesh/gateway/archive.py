@@ -211,28 +211,32 @@ class Archive:
         if group_id in self._steps:
             return self._steps[group_id]
         steps = sorted(set(store.batch_steps()) - self._indexed, reverse=True)
+        damaged: CheckpointError | None = None
         for done, step in enumerate(steps):
             if time.monotonic() >= deadline:
                 raise _unread(f"{done} of {len(steps)} files searched within the time limit")
-            self._index(store, step)
+            damaged = self._index(store, step) or damaged
             if group_id in self._steps:
                 return step
+        if damaged is not None:  # the group may be in it
+            raise damaged
         return None
 
-    def _index(self, store: CheckpointStore, step: int) -> None:
-        """Store the group ids of a batch file."""
+    def _index(self, store: CheckpointStore, step: int) -> CheckpointError | None:
+        """Store the group ids of a batch file; returns what is wrong with one that is missing or damaged."""
         try:
             ids = store.batch_footer(step).group_ids
         except CheckpointError as error:
             if error.outside:
                 raise
-            return  # missing, incomplete or damaged: not a batch (yet)
+            return error
         self._indexed.add(step)
         for group_id in ids:
             self._steps[group_id] = step
         while len(self._steps) > _MOST_GROUPS:
             _, removed = self._steps.popitem(last=False)
             self._indexed.discard(removed)
+        return None
 
 
 def readable_checkpoints(config: RunConfig) -> CheckpointStore | None:

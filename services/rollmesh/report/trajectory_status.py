@@ -109,13 +109,19 @@ async def _in_queue(store: TrajectoryStore, group_id: str, member: str) -> Async
 
 
 def _batch_of(checkpoints: CheckpointStore, group_id: str) -> int | None:
-    """Return the train step whose batch file has a group, the newest file first; None without one."""
+    """Return the train step whose batch file has a group, the newest file first; None without one.
+
+    Raises CheckpointError if no file has it and one, which may, cannot be read.
+    """
+    unread: CheckpointError | None = None
     for step in reversed(checkpoints.batch_steps()):
         try:
             if group_id in checkpoints.batch_footer(step).group_ids:
                 return step
-        except CheckpointError:
-            continue  # an incomplete file is no batch
+        except CheckpointError as error:
+            unread = error
+    if unread is not None:
+        raise unread
     return None
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import httpx
 
+from rollmesh.checkpoints.bucket import open_checkpoints
+
 from .gateway_scene import RunningGateway, Scene
 
 
@@ -47,6 +49,22 @@ async def test_trained_trajectories_are_listed_by_step_sorted_and_paged(
     answer = await client.get("/api/v1/batches/3")
     assert answer.status_code == 404
     assert "step 3 has no batch file" in answer.json()["error"]
+
+
+async def test_a_trajectory_that_a_damaged_batch_file_may_have_is_not_said_to_be_in_none(
+    client: httpx.AsyncClient, scene: Scene
+) -> None:
+    await scene.admit(2)
+    await scene.complete_all()
+    await scene.train(1, ["e0-0"])
+    await scene.train(2, ["e0-1"])
+    (path,) = open_checkpoints(scene.config).root.glob("batches/*2.pb")
+    path.write_bytes(path.read_bytes()[:-40])
+    answer = await client.get("/api/v1/trajectories/e0-1.0")
+    assert answer.status_code == 404
+    assert "a batch file that may have it cannot be read" in answer.json()["error"]
+    assert path.name in answer.json()["error"]
+    assert (await client.get("/api/v1/trajectories/e0-0.0")).json()["train_step"] == 1
 
 
 async def test_the_configuration_leaves_out_secrets_and_needs_the_token(

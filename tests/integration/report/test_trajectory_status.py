@@ -1,5 +1,6 @@
 """``rollmesh explain`` without a train step: where a trajectory or a group is."""
 
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollmesh.config.store import StoreConfig
-from rollmesh.errors import DataError
+from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import open_checkpoints
 from rollmesh.report.recorded_run import RecordedRun
@@ -51,6 +52,17 @@ async def test_a_trajectory_is_found_in_the_queue_in_the_ledger_or_in_a_batch_fi
     assert await lines("e0-0.0") == ["e0-0: dropped; reason straggler_timeout, 4 saved tokens of the group"]
     with pytest.raises(DataError, match="e7-9.0: neither in the queue, nor in a batch file"):
         await lines("e7-9.0")
+
+
+async def test_a_trajectory_that_a_damaged_batch_file_may_have_is_not_called_unknown(mesh: Mesh, audited: Any) -> None:
+    checkpoints = open_checkpoints(RecordedRun(audited.folder))
+    lost, found = checkpoints.batch_footer(2).group_ids[0], checkpoints.batch_footer(1).group_ids[0]
+    (path,) = (checkpoints.root / "batches").glob("*2.pb")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        await trajectory_statuses(mesh.store, checkpoints, f"{lost}.0")
+    (status,) = await trajectory_statuses(mesh.store, checkpoints, f"{found}.0")
+    assert status.train_step == 1
 
 
 async def test_a_member_that_its_batch_does_not_have_is_not_called_trained(mesh: Mesh, audited: Any) -> None:
