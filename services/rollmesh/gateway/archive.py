@@ -167,7 +167,7 @@ class Archive:
                 return await asyncio.shield(answer)
         except TimeoutError as error:
             raise _unread("no answer within the time limit") from error
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             raise _unread(str(error)) from error
         except CheckpointError as error:
             if error.outside:

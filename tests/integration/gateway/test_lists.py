@@ -66,6 +66,11 @@ async def test_a_trajectory_that_a_damaged_batch_file_may_have_is_not_said_to_be
     assert path.name in answer.json()["error"]
     assert (await client.get("/api/v1/trajectories/e0-0.0")).json()["train_step"] == 1
 
+    path.parent.rename(path.parent.with_name("elsewhere"))
+    path.parent.write_text("no folder")
+    answer = await client.get("/api/v1/batches")
+    assert (answer.status_code, "the batch files cannot be read now" in answer.json()["error"]) == (503, True)
+
 
 async def test_the_configuration_leaves_out_secrets_and_needs_the_token(
     client: httpx.AsyncClient, scene: Scene, gateway: RunningGateway
