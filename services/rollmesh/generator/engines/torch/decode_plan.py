@@ -143,19 +143,21 @@ class TierPlan:
         self.place = by_row.reshape(-1), buffers.counters[tokens.start * heads : tokens.stop * heads]
         qkv = buffers.qkv[tokens].view(rows * width * heads, group + 2, size)
         self.new_key, self.new_value = qkv[:, group], qkv[:, group + 1]  # [n * w, d] each
-        self.queries = qkv[:, :group].view(rows, width, heads, group, size).permute(0, 2, 3, 1, 4)
-        self.attended = buffers.attended[tokens].view(rows, width, heads, group, size).permute(0, 2, 3, 1, 4)
-        # [rows, kv_heads, g, w, d] each; in the order of the product where w > 1
+        # [rows, kv_heads, w, g, d] each
+        self.queries = qkv[:, :group].view(rows, width, heads, group, size).transpose(1, 2)
+        self.attended = buffers.attended[tokens].view(rows, width, heads, group, size).transpose(1, 2)
+        # The product needs its rows behind each other: the queries of one token are, and the results of one kv head.
         self.ordered = None if width == 1 else torch.empty(self.queries.shape).to(self.queries)
-        queries = qkv[:, :group] if self.ordered is None else self.ordered.view(used, group * width, size)
-        attended = self.attended.view(used, group, size) if self.ordered is None else queries
-        self.query_op, self.attended_op = op(queries), op(attended)  # [n, g * w, d] each
-        self.scores, self.shares = buffers.scores(used, group * width, span)  # [n, g * w, span] each, and softmax
+        self.collected = None if width == 1 or heads == 1 else self.ordered
+        queries = qkv[:, :group] if self.ordered is None else self.ordered.view(used, width * group, size)
+        attended = self.attended if self.collected is None else self.collected
+        self.query_op, self.attended_op = op(queries), op(attended.view(used, width * group, size))  # [n, w * g, d]
+        self.scores, self.shares = buffers.scores(used, width * group, span)  # [n, w * g, span] each, and softmax
         self.scores_op, self.shares_op = op(self.scores), op(self.shares)
-        self.by_token = self.scores.view(rows, heads * group, width, span)
+        self.by_token = self.scores.view(rows, heads, width, group, span)
         longest, first = buffers.longest, tokens.start * buffers.longest
         self._masks = buffers.seen[first : first + rows * width * span].view(-1, span)
-        self._seen = self._masks.view(rows, 1, width, span)
+        self._seen = self._masks.view(rows, 1, width, 1, span)
         self._windows = buffers.hidden.as_strided((longest, span), (1, 1))  # the last one hides all but the first token
         self._last, self._behind = self.place[1][::heads], longest - 1  # [rows * w], last position seen
 
@@ -173,5 +175,5 @@ class TierPlan:
         torch.add(self._seen, self.by_token, alpha=scale, out=self.by_token)
         torch.softmax(self.scores, -1, out=self.shares)
         multiply(self.shares_op, self.value_ops[number], self.attended_op)
-        if self.ordered is not None:
-            self.attended.copy_(self.ordered)
+        if self.collected is not None:
+            self.attended.copy_(self.collected)

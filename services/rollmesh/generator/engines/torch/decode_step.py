@@ -90,14 +90,15 @@ class Stepper:
         rows: list[int] = []  # of the step: numbers of rows in ``lengths``, -1 for padding
         live: list[int] = []
         key: list[tuple[int, int, int]] = [(-1, width, 0)]
-        steps, start, unit = self._cache.longest, 0, _SPAN if width == 1 else _WIDE_SPAN
+        known, steps, start = lengths.tolist(), self._cache.longest, 0
+        unit = _SPAN if width == 1 else _WIDE_SPAN
         for number, tier in enumerate(self._cache.tiers):
             first, start, active = start, start + len(tier.slots), tier.active_count
             if not active:
                 continue
             count = bucket(active, tier.row_capacity) if self._padded else active
             stop = min(start, first + count)  # held rows used as padding are written only after their tokens
-            longest = int(lengths[first:stop].max()) + width - 1
+            longest = max(known[first:stop]) + width - 1
             span = tier.width if self._padded else min(tier.width, (longest // unit + 1) * unit)
             steps = min(steps, span - longest)
             live += range(len(rows), len(rows) + active)

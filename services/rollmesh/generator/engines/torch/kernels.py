@@ -27,7 +27,7 @@ Operand = Any
 """A tensor or a numpy view of it; used only by the Multiply that made it."""
 
 _TRIALS = 50
-_TRIAL_ROWS = 16
+_TRIAL_ROWS = 64
 
 
 class TorchMultiply:

@@ -166,27 +166,27 @@ class RunningBatch:
         drawn = sample(logits, order.noise_of(width), by_token)
         tokens = drawn.tokens.cpu().numpy().reshape(-1, width)
         logprobs = drawn.logprobs.cpu().numpy().reshape(-1, width)
-        kept = proposal.kept(tokens.tolist())
-        counts, most = np.array(kept), max(kept)
+        drawn_ids = tokens.tolist()
+        kept = proposal.kept(drawn_ids)
+        counts, most, total = np.array(kept), max(kept), sum(kept)
         sets: list[tuple[int, Int32Array]] = []
         if drawn.kept_sets is not None:
             each = zip(by_token.keeping.tolist(), split_sets(drawn.kept_sets), strict=True)
             sets = [(int(slots[at // width]), ids) for at, ids in each if at % width < kept[at // width]]
-        self.slots.record_wide(counts, tokens, logprobs, sets)
+        self.slots.record_wide(counts, total, tokens, logprobs, sets)
         order.advance(counts, most)
         speculation.verified(slots, last, proposal, kept)
-        newest = tokens[np.arange(len(slots)), counts - 1]
-        self._tokens = torch.from_numpy(newest).to(device)
+        newest = [row[count - 1] for row, count in zip(drawn_ids, kept, strict=True)]
+        self._tokens = torch.from_numpy(np.array(newest)).to(device)
         self._planned_steps = 0
         order.steps_left -= most
         if order.steps_left <= 0:  # those that have advanced most need not be those with the least room
             order.steps_left = self.slots.steps_left(slots)
         self.decode_steps += 1
-        self.counters.generated_token_total += sum(kept)
-        stopped = order.stopped(newest)
-        if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:
+        self.counters.generated_token_total += total
+        if order.steps_left <= 0 or not order.stop_ids.isdisjoint(newest) or not logprobs.min() > -np.inf:
             finite = [np.isfinite(row[:count]).all() for row, count in zip(logprobs, kept, strict=True)]
-            self._end_or_deliver(order, stopped, np.array(finite))
+            self._end_or_deliver(order, np.array(newest), np.array(finite))
         self._outgrown = most >= free_places
         return True
 
@@ -198,12 +198,13 @@ class RunningBatch:
         order.steps_left -= 1
         self.decode_steps += 1
         self.counters.generated_token_total += len(tokens)
-        stopped = order.stopped(tokens)
-        if order.steps_left <= 0 or stopped.any() or not logprobs.min() > -np.inf:  # NaN compares as False
-            self._end_or_deliver(order, stopped, np.isfinite(logprobs))
+        ended = order.steps_left <= 0 or not order.stop_ids.isdisjoint(tokens.tolist())
+        if ended or not logprobs.min() > -np.inf:  # NaN compares as False
+            self._end_or_deliver(order, tokens, np.isfinite(logprobs))
 
-    def _end_or_deliver(self, order: RowOrder, stopped: BoolArray, finite: BoolArray) -> None:
-        due, spent = self.slots.due(order.slots)
+    def _end_or_deliver(self, order: RowOrder, tokens: Int64Array, finite: BoolArray) -> None:
+        """End the calls whose newest of the ``tokens``, [rows], is their last; deliver the chunks that are due."""
+        stopped, (due, spent) = order.stopped(tokens), self.slots.due(order.slots)
         for row in np.flatnonzero(stopped | spent | due | ~finite):
             call = self.slots.calls[order.slots[row]]
             assert call is not None

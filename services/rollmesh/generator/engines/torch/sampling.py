@@ -123,8 +123,8 @@ class RowOrder:
 
     slots: Int64Array  # [rows]
     stops: Int64Array  # [rows, most stop ids], -1 where unused
-    common_stops: tuple[np.int64, ...] | None
-    """The few stop ids of every row, compared without a second dimension; None if rows differ, or have none or many."""
+    stop_ids: frozenset[int]
+    """Stop ids of any row."""
     sampling: StepSampling
     steps_left: int
     """Steps until the next chunk is due or a budget ends."""
@@ -134,9 +134,10 @@ class RowOrder:
     """Uniform numbers of the next steps of a token a row, the last step first, float64 [rows, 1] each."""
     ahead: npt.NDArray[np.float64] | None = None
     """Uniform numbers of each row's next tokens, [rows * tokens], where rows advance by different counts."""
-    used: Int64Array = field(default_factory=lambda: np.zeros((0, 1), np.int64))
-    """Numbers of ``ahead`` that are used of each row, [rows, 1]; at most ``most_used``."""
+    next_places: Int64Array = field(default_factory=lambda: np.zeros((0, 1), np.int64))
+    """Place in ``ahead`` of each row's next number, [rows, 1]."""
     most_used: int = 0
+    """Most numbers of ``ahead`` that a row has used."""
     device: torch.device
 
     def next_noise(self) -> Tensor:
@@ -158,33 +159,32 @@ class RowOrder:
 
         The rows advance by ``advance``.
         """
-        rows = len(self.slots)
         if self.ahead is None or self.most_used + width > _NOISE_AHEAD:
             self.settle()
             numbers = uniforms(self.keys[:, None], self.positions[:, None] + np.arange(_NOISE_AHEAD))
-            self.ahead, self.used, self.most_used = numbers.ravel(), np.zeros((rows, 1), np.int64), 0
-        first = self.used + np.arange(0, rows * _NOISE_AHEAD, _NOISE_AHEAD)[:, None]
-        return torch.from_numpy(self.ahead.take(first + np.arange(width))).view(-1, 1).to(self.device)
+            self.ahead, self.next_places, self.most_used = numbers.ravel(), _starts(len(self.slots)), 0
+        return torch.from_numpy(self.ahead.take(self.next_places + np.arange(width))).view(-1, 1).to(self.device)
 
     def advance(self, counts: Int64Array, most: int) -> None:
         """Move on by the ``counts`` tokens of each row that are kept, ``most`` the largest of them."""
-        self.used = self.used + counts[:, None]
+        self.next_places += counts[:, None]
         self.most_used += most
 
     def settle(self) -> None:
         """Make ``positions`` those of the next tokens: plain steps are coming, or noise is used up."""
-        self.positions = self.positions + (-len(self.noise) if self.ahead is None else self.used[:, 0])
+        used = -len(self.noise) if self.ahead is None else (self.next_places - _starts(len(self.slots)))[:, 0]
+        self.positions = self.positions + used
         self.noise, self.ahead = [], None
 
     def stopped(self, tokens: Int64Array) -> BoolArray:
         """Return a mask of the rows that drew one of their stop ids, [rows]."""
-        if self.common_stops is None:
-            found: BoolArray = (self.stops == tokens[:, None]).any(axis=1)
-            return found
-        found = tokens == self.common_stops[0]
-        for other in self.common_stops[1:]:
-            found |= tokens == other
+        found: BoolArray = (self.stops == tokens[:, None]).any(axis=1)
         return found
+
+
+def _starts(rows: int) -> Int64Array:
+    """Return the place of the first number of each row in ``RowOrder.ahead``, [rows, 1]."""
+    return np.arange(0, rows * _NOISE_AHEAD, _NOISE_AHEAD)[:, None]
 
 
 class Drawn(NamedTuple):

@@ -22,8 +22,6 @@ CAPACITY = 256
 """Number of undelivered tokens that a slot can hold; also the longest chunk."""
 _RING = CAPACITY + COMPARED
 """Places for tokens of a slot: also for those of a wide step that are not kept, fewer than ``COMPARED``."""
-_FEW_STOPS = 2
-"""Most stop ids that are compared one by one; one comparison of more in two dimensions is faster."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -151,15 +149,16 @@ class SlotTable:
     def record_wide(
         self,
         counts: Int64Array,
+        total: int,
         tokens: Int64Array,
         logprobs: Float32Array,
         sets: Iterable[tuple[int, Int32Array]],
     ) -> None:
-        """Store the first ``counts`` tokens of each row of a wide step, and their kept sets with their slots."""
+        """Store the first ``counts`` tokens of each row of a wide step, ``total``, and kept sets with their slots."""
         self._sampled.append_uneven(counts, tokens, logprobs)
         for slot, ids in sets:
             self._sets[slot].append(ids)
-        self.cached_total += int(counts.sum())
+        self.cached_total += total
         self._step_count += 1
 
     def recent(self, slot: int) -> bytes:
@@ -209,13 +208,12 @@ class SlotTable:
         """Gather the arrays in the order of ``slots`` (the rows of the cache)."""
         self._sampled.arrange(slots)
         stops = self._stops[slots]
-        common = stops[0][stops[0] >= 0]
         sampling = self.sampling_of(slots)
         self._keeping = slots[sampling.keeping]
         return RowOrder(
             slots=slots,
             stops=stops,
-            common_stops=tuple(common) if 1 <= len(common) <= _FEW_STOPS and (stops == stops[0]).all() else None,
+            stop_ids=frozenset(stops[stops >= 0].tolist()),
             sampling=sampling,
             steps_left=self.steps_left(slots),
             keys=self._keys[slots],
@@ -267,10 +265,11 @@ class SampledTokens:
         """Append the first ``counts`` tokens of each row, [rows, tokens]; those behind them are overwritten later."""
         assert tokens.shape[1] <= COMPARED
         self._store()
-        place = (self._rows[:, None], (self._counts[self._rows][:, None] + np.arange(tokens.shape[1])) % _RING)
+        before = self._counts[self._rows]
+        place = (self._rows[:, None], (before[:, None] + np.arange(tokens.shape[1])) % _RING)
         self._tokens[place] = tokens
         self._logprobs[place] = logprobs
-        self._counts[self._rows] += counts
+        self._counts[self._rows] = before + counts
 
     def reset(self, slot: int, before: Int32Array) -> None:
         """Start to count the tokens of a slot, which continue those ``before``."""
