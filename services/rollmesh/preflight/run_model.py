@@ -87,6 +87,9 @@ class RunModel:
                 # A trainer on one GPU keeps the frozen linear layers in bfloat16.
                 layers = adapted_layers(tensors, AdapterConfig()).layers.values()
                 frozen -= (_FROZEN_BYTES - _HALF_BYTES) * sum(map(math.prod, layers))
+        # The engine "torch" computes logits with a copy of a tied embedding.
+        has_copy = shape.tied_embeddings and config.generator.engine == "torch"
+        copied = shape.vocab_size * shape.hidden_size if has_copy else 0
         moments, on_host = _MOMENT_BYTES[config.trainer.optimizer], 0
         if config.trainer.optimizer == "adamw_offload" and config.trainer.device != "cpu":
             moments, on_host = 0, moments
@@ -95,10 +98,11 @@ class RunModel:
             parameter_bytes=_WEIGHT_AND_GRADIENT + moments + average,
             host_bytes=on_host * trained,
             trainer_processes=config.launcher.least_trainer_processes,
-            weight_bytes=element * count,
+            weight_bytes=element * (count + copied),
             cache_bytes=per_token * config.generator.kv_tokens,
             adapter_parameters=None if adapter is None else trained,
             frozen_bytes=frozen,
+            first_version_bytes=element * count,
             version_bytes=element * trained,
         )
 
@@ -121,6 +125,8 @@ class ModelMemory:
     """Trained parameters, if they are those of an adapter."""
     frozen_bytes: int = 0
     """Frozen weights below an adapter, shared by the ranks of the trainer."""
+    first_version_bytes: int = 0
+    """Weights of the first published version."""
     version_bytes: int = 0
     """Weights of a published version after the first one."""
 
@@ -137,7 +143,7 @@ class ModelMemory:
         share = self.adapter_parameters / self.parameter_count
         return (
             f"adapter: {parameters_text(self.adapter_parameters)} are trained ({share:.1%} of the model's); a version "
-            f"has {self.version_bytes:,} bytes of weights instead of {self.weight_bytes:,}"
+            f"has {self.version_bytes:,} bytes of weights instead of {self.first_version_bytes:,}"
         )
 
     def sentence(self) -> str:

@@ -133,7 +133,7 @@ class DecoderModel:
             x.add_(views.change)
         if plan.width == 1:
             plan.counters.add_(1)
-        unit_norm(x, self._floor, views.normed).mul_(self.weights.norm)
+        unit_norm(x, self._floor, views.normed)
         multiply(views.normed_op, self._head, views.logits_op)
         return views.logits
 
@@ -160,7 +160,7 @@ class DecoderModel:
         """
         batch, length = tokens.shape
         x = self._forward(tokens, np.full(batch, place))
-        states = unit_norm(x, self._floor).mul_(self.weights.norm).view(batch, length, -1)[:, :-1].flatten(0, 1)
+        states = unit_norm(x, self._floor).view(batch, length, -1)[:, :-1].flatten(0, 1)
         targets = tokens[:, 1:].flatten()
         parts = []
         for rows, wanted in zip(torch.split(states, _LOGIT_ROWS), torch.split(targets, _LOGIT_ROWS), strict=True):

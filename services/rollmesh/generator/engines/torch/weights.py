@@ -1,8 +1,7 @@
 """Packed tensors of the forward pass, read from a Hugging Face folder of safetensors.
 
 An RMS norm is x / sqrt(sum(x^2) + size * eps) times sqrt(size) times its weight. The forward pass computes the first
-factor (``decoder_model.unit_norm``). The other two are multiplied into the next matrices, or kept as one vector if that
-matrix is shared (a tied head).
+factor (``decoder_model.unit_norm``). The other two are multiplied into the next matrices; so a tied head is a copy.
 """
 
 import json
@@ -44,8 +43,7 @@ class Weights:
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
-    norm: Tensor  # [hidden], times sqrt(hidden)
-    head: Tensor  # [hidden, vocab]; a view of the embedding if it is tied
+    head: Tensor  # [hidden, vocab], norm folded in
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor once, in a fixed order."""
@@ -53,9 +51,7 @@ class Weights:
         for layer in self.layers:
             parts = (layer.qkv, layer.qkv_bias, layer.qk_norm, layer.output, layer.output_bias)
             yield from (t for t in (*parts, layer.gate_up, layer.down) if t is not None)
-        yield self.norm
-        if self.head.data_ptr() != self.embedding.data_ptr():
-            yield self.head
+        yield self.head
 
 
 def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -77,16 +73,13 @@ def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: t
         def layer(number: int) -> Layer:
             return _pack_layer(arch, f"model.layers.{number}.", tensor, place)
 
-        embedding = place(tensor("model.embed_tokens.weight", arch.vocab_size, hidden))
-        head = embedding.t()
-        if not arch.tied_head:
-            head = place(tensor("lm_head.weight", arch.vocab_size, hidden).t())
-        root = math.sqrt(hidden)
+        embedding = tensor("model.embed_tokens.weight", arch.vocab_size, hidden)
+        head = embedding if arch.tied_head else tensor("lm_head.weight", arch.vocab_size, hidden)
+        norm = tensor("model.norm.weight", hidden) * math.sqrt(hidden)
         return Weights(
-            embedding=embedding,
+            embedding=place(embedding),
             layers=tuple(pool.map(layer, range(arch.layer_count))),
-            norm=place(tensor("model.norm.weight", hidden) * root),
-            head=head,
+            head=place((head * norm).t()),
         )
 
 
