@@ -261,7 +261,11 @@ class RunReads(ABC):
         try:
             found = await self._archive.find(trajectory_id.rpartition(".")[0], left_at)
         except CheckpointError as error:
-            raise NotFound(f"{trajectory_id}: a batch file that may have it cannot be read: {error}") from error
+            raise NotFound(
+                f"{trajectory_id}: a batch file that may have it cannot be read: {error}",
+                field="trajectory_id",
+                hint="rollmesh audit names every file that is damaged",
+            ) from error
         if found is None:
             return None
         shown = (first_token, token_limit, self._pieces)

@@ -88,7 +88,7 @@ class RunModel:
                 layers = adapted_layers(tensors, AdapterConfig()).layers.values()
                 frozen -= (_FROZEN_BYTES - _HALF_BYTES) * sum(map(math.prod, layers))
         # The engine "torch" computes logits with a copy of a tied embedding.
-        has_copy = shape.tied_embeddings and config.generator.engine == "torch"
+        has_copy = "lm_head.weight" not in tensors and config.generator.engine == "torch"
         copied = shape.vocab_size * shape.hidden_size if has_copy else 0
         moments, on_host = _MOMENT_BYTES[config.trainer.optimizer], 0
         if config.trainer.optimizer == "adamw_offload" and config.trainer.device != "cpu":
@@ -121,12 +121,12 @@ class ModelMemory:
     """Of each generator."""
     cache_bytes: int
     """Key-value cache of each generator when it is full."""
+    first_version_bytes: int
+    """Weights of the first published version."""
     adapter_parameters: int | None = None
     """Trained parameters, if they are those of an adapter."""
     frozen_bytes: int = 0
     """Frozen weights below an adapter, shared by the ranks of the trainer."""
-    first_version_bytes: int = 0
-    """Weights of the first published version."""
     version_bytes: int = 0
     """Weights of a published version after the first one."""
 

@@ -44,7 +44,8 @@ async def trajectory_statuses(
 ) -> list[TrajectoryStatus]:
     """Return the status of a trajectory (``<group>.<member>``), or of every member of a group.
 
-    Raises DataError for a name that queue, ledger, dead letters and batch files do not know.
+    Raises DataError for a name that queue, ledger, dead letters and batch files do not know, CheckpointError if a batch
+    file that may have it cannot be read.
     """
     group_id, has_member, member = name.rpartition(".") if "." in name else (name, "", "")
     if has_member and not (member.isascii() and member.isdigit()):

@@ -113,7 +113,7 @@ def refuse_overload(
 
 
 def _weight_bytes(model: str, device: str) -> int:
-    """Return the bytes of the weights that a process with this model and device holds in this machine's memory."""
+    """Return the bytes of the weight files that a process with this model and device reads into memory."""
     if device != "cpu":
         return 0
     try:

@@ -109,8 +109,11 @@ async def test_a_thousand_trajectories_are_those_of_plain_decoding_token_for_tok
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["exact", "padded"])
 @pytest.mark.parametrize("right", [True, False])
-async def test_drafts_that_are_always_right_or_always_wrong_change_no_token(engine_of, speculating, right, graphs):
-    options = {"slots": 4, "cuda_graphs": graphs}
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-untied-grouped"])
+async def test_drafts_that_are_always_right_or_always_wrong_change_no_token(
+    engine_of, speculating, name, right, graphs
+):
+    options = {"name": name, "slots": 4, "cuda_graphs": graphs}
     plain, fast = await engine_of(**options), await speculating(**options)
     calls = [
         make_call(f"t{i}", prompt_ids(i, 5 + 9 * i), max_new_token_count=150, chunk_token_count=40) for i in range(4)

@@ -146,9 +146,9 @@ class TierPlan:
         # [rows, kv_heads, w, g, d] each
         self.queries = qkv[:, :group].view(rows, width, heads, group, size).transpose(1, 2)
         self.attended = buffers.attended[tokens].view(rows, width, heads, group, size).transpose(1, 2)
-        # The product needs its rows behind each other: the queries of one token are, and the results of one kv head.
+        # The product needs rows at one stride, as queries of a single token have, and results of a single kv head.
         self.ordered = None if width == 1 else torch.empty(self.queries.shape).to(self.queries)
-        self.collected = None if width == 1 or heads == 1 else self.ordered
+        self.collected = None if heads == 1 else self.ordered
         queries = qkv[:, :group] if self.ordered is None else self.ordered.view(used, width * group, size)
         attended = self.attended if self.collected is None else self.collected
         self.query_op, self.attended_op = op(queries), op(attended.view(used, width * group, size))  # [n, w * g, d]

@@ -1,7 +1,8 @@
 """Packed tensors of the forward pass, read from a Hugging Face folder of safetensors.
 
 An RMS norm is x / sqrt(sum(x^2) + size * eps) times sqrt(size) times its weight. The forward pass computes the first
-factor (``decoder_model.unit_norm``). The other two are multiplied into the next matrices; so a tied head is a copy.
+factor (``decoder_model.unit_norm``). The other two are multiplied into the next matrices (those of q and k are one
+vector); so a tied head is a copy.
 """
 
 import json
@@ -73,13 +74,12 @@ def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: t
         def layer(number: int) -> Layer:
             return _pack_layer(arch, f"model.layers.{number}.", tensor, place)
 
-        embedding = tensor("model.embed_tokens.weight", arch.vocab_size, hidden)
-        head = embedding if arch.tied_head else tensor("lm_head.weight", arch.vocab_size, hidden)
         norm = tensor("model.norm.weight", hidden) * math.sqrt(hidden)
+        rows = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
         return Weights(
-            embedding=place(embedding),
+            embedding=place(tensor("model.embed_tokens.weight", arch.vocab_size, hidden)),
+            head=place((tensor(rows, arch.vocab_size, hidden) * norm).t()),
             layers=tuple(pool.map(layer, range(arch.layer_count))),
-            head=place((head * norm).t()),
         )
 
 
