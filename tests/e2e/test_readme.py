@@ -104,10 +104,12 @@ def test_the_run_on_a_gpu_reads_what_its_commands_download(tmp_path: Path) -> No
 
 def test_the_table_of_memory_adds_up() -> None:
     rows = re.findall(r"^\| ([\d.]+) billion \| ([\d.]+) GB \| ([\d.]+) GB \| (\d+) MB \|$", TEXT, re.MULTILINE)
-    # Qwen3: layers of the 0.6B, 1.7B, 4B and 8B; all have 8 key-value heads of 128.
-    for (count, trainer, weights, cache), layers in zip(rows, (28, 28, 36, 36), strict=True):
+    # Qwen3: layers of the 0.6B, 1.7B, 4B and 8B, which have 8 key-value heads of 128, and hidden sizes of tied heads.
+    for (count, trainer, weights, cache), layers, tied in zip(
+        rows, (28, 28, 36, 36), (1024, 2048, 2560, 0), strict=True
+    ):
         assert float(trainer) == pytest.approx(16 * float(count), rel=0.02)
-        assert float(weights) == pytest.approx(2 * float(count), rel=0.03)
+        assert float(weights) == pytest.approx(2 * (float(count) + 151_936 * tied / 1e9), rel=0.03)
         assert int(cache) == round(2 * layers * 8 * 128 * 2 / 1000)
 
 
